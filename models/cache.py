@@ -17,7 +17,7 @@ from ..core.errors import ModelNotFound, OutputError, SwiftoptError, first_line
 STALE_S = 24 * 3600  # Unfinished cache files of other processes are removed at this age.
 PART = ".part"  # Suffix of a file that is still being written.
 CONVERSION = "5"  # Version hashed into the folder names of GGUF files; raise it when the conversion changes.
-SETTINGS = "3"  # Version of configs and tokenizers made of GGUF files; raise it when they are made in another way.
+SETTINGS = "4"  # Version of configs and tokenizers made of GGUF files; raise it when they are made in another way.
 N_SAMPLES = 9  # Positions in a GGUF file whose bytes are hashed into its folder's name.
 SAMPLE_BYTES = 1 << 20  # Bytes of each sample.
 

@@ -7,10 +7,22 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ..core.errors import ModelNotFound, SettingsError, SwiftoptError, first_line
 from .costs import is_out_of_memory
-from .saved import is_multimodal, naming, refuse_mismatched, refuse_missing, refuse_unread, supported_config
-from .stored_tensors import dtype_asked, stored_tensors
+from .fingerprint import plain_name
+from .mapped_rows import mapped_table, put_mapped
+from .saved import (
+    is_multimodal,
+    naming,
+    refuse_mismatched,
+    refuse_missing,
+    refuse_unread,
+    supported_config,
+    weight_files,
+)
+from .stored_tensors import StoredTensors, dtype_asked, stored_tensors
 
 
 @contextmanager
@@ -29,17 +41,26 @@ def reading(what: str, folder: Path, placement: str) -> Iterator[None]:
         raise ModelNotFound(f"{what} cannot be loaded ({first_line(error)}): copy or download it again") from error
 
 
-def read_model(folder: Path, dtype: str, placement: str, by_library: bool = False, named: Path | None = None) -> Any:
+def read_model(
+    folder: Path,
+    dtype: str,
+    placement: str,
+    by_library: bool = False,
+    named: Path | None = None,
+    maps_rows: bool = False,
+) -> Any:
     """Return a folder's model, in evaluation mode.
 
     Args:   dtype, placement: as `models.loading.load` and `placement` have them. by_library: its maps are quantised and
-            computed by a library. named: what errors call the folder.
+            computed by a library. named: what errors call the folder. maps_rows: an embedding by layer stays in its
+            file; on the CPU.
     Raises: ModelNotFound: it cannot be read, lacks weights, or has more. SettingsError: it does not fit the memory.
     """
     where = named or folder
     on_cpu = {"": "cpu"} if by_library else None  # Without a map, the quantisation library would choose a GPU.
     device_map = {"cpu": on_cpu, "auto-map": "auto"}.get(placement, {"": placement})
-    with reading(str(where), where, placement), _source(folder, dtype) as (auto, source):
+    table = mapped_table(supported_config(folder), weight_files(folder)) if maps_rows else None
+    with reading(str(where), where, placement), _source(folder, dtype, table) as (auto, source):
         model, loading_info = auto.from_pretrained(
             **source,
             device_map=device_map,
@@ -51,20 +72,51 @@ def read_model(folder: Path, dtype: str, placement: str, by_library: bool = Fals
     refuse_missing(loading_info["missing_keys"], where)
     model_name = naming(folder)
     refuse_unread((name for name in loading_info["unexpected_keys"] if model_name(name) is not None), where)
+    if table is not None:
+        put_stored(model, table, folder, where)
     return model.eval().requires_grad_(False)
 
 
+def put_stored(model: Any, table: str, folder: Path, where: Path) -> None:
+    """Give a model of `_source` its embedding by layer, which stays in the folder's file.
+
+    Raises: ModelNotFound: the embedding is of another shape than the config says.
+    """
+    model.config.vocab_size_per_layer_input = supported_config(folder).vocab_size_per_layer_input
+    with stored_tensors(folder) as tensors:
+        stored = tensors.read(str(_stored_name(table, tensors)))
+    expected = model.config.vocab_size_per_layer_input, model.get_submodule(table).embedding_dim
+    if tuple(stored.shape) != expected:
+        refuse_mismatched([(f"{table}.weight", stored.shape, expected)], where, "its config.json")
+    put_mapped(model, table, stored.__getitem__, len(stored), model.dtype)
+
+
+def _stored_name(table: str, tensors: StoredTensors) -> str | None:
+    """Return the name of an embedding's tensor: checkpoints of a base model have shorter names."""
+    return next((name for name in tensors.shapes() if plain_name(name) == plain_name(f"{table}.weight")), None)
+
+
 @contextmanager
-def _source(folder: Path, dtype: str) -> Iterator[tuple[Any, dict[str, Any]]]:
-    """Yield transformers' class for a folder, and what to give it: the folder, or the tensors of a text part alone."""
+def _source(folder: Path, dtype: str, table: str | None) -> Iterator[tuple[Any, dict[str, Any]]]:
+    """Yield transformers' class for a folder, and what to give it: the folder, or tensors of the part that is read.
+
+    Args: table: the embedding of which transformers gets a few rows of zeros.
+    """
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
 
-    if not is_multimodal(folder):
+    if not is_multimodal(folder) and table is None:
         yield AutoModelForCausalLM, {"pretrained_model_name_or_path": folder, "dtype": dtype}
         return
     config = supported_config(folder)
     with stored_tensors(folder) as tensors:
         state = {name: _by_outputs(name, part, config) for name, part in tensors.slices().items()}
+        if table is not None:
+            name = _stored_name(table, tensors)
+            if name is not None:
+                n_rows, width = state[name].get_shape()
+                # Its class needs the row of padding.
+                config.vocab_size_per_layer_input = min(n_rows, 1 + max(0, config.pad_token_id or 0))
+                state[name] = torch.zeros(1, width).expand(config.vocab_size_per_layer_input, width)
         source = {"pretrained_model_name_or_path": None, "config": config, "state_dict": state}
         yield MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], {**source, "dtype": dtype_asked(folder, config, dtype)}
 

@@ -24,7 +24,8 @@ class GgufForm:
     where gguf does not map the name. `stacked`: by the names of lists of modules, the tensor with a row for each.
     `by_layer`: by the names of parameters in a layer, the setting, by its full name, with their values for all layers.
     Queries, keys and values are in this order in one tensor, or in three: whichever the file has. `tiled_heads`: of the
-    heads of a gated delta rule the first of all key heads come first, then the second, and so on.
+    heads of a gated delta rule the first of all key heads come first, then the second, and so on. `parameters`: by the
+    names of parameters in a layer, the tensor of each, by its full name in the layer, where gguf does not map it.
 
     Settings, by name without the architecture's prefix. `fields` of the config by settings that are numbers, beside
     those of all architectures; 0 means none. `sizes` likewise, of settings that all files have. `quotients`: fields of
@@ -35,10 +36,12 @@ class GgufForm:
     values, or any (None).
 
     `has_head_dim`: the config has a field for the size of a head. `rotates_in_part`: it has one for how much of a head
-    is rotated. `scalings` of rotary positions that it takes. `window` of files that name none; 0: they have none.
+    is rotated. `scalings` of rotary positions that it takes; with "proportional" a file's factors are 1 for pairs that
+    are rotated, and without a bound for the others. `window` of files that name none; 0: they have none.
     `window_period`: where a file has no pattern of its window, each such layer sees everything; None: it must have one.
     `window_flag`: a field that switches windows on. `window_base`: of the rotary frequencies in windows where a file
-    names none; None: that of the other layers.
+    names none; None: that of the other layers. `by_type`: heads, keys and MLPs differ by a layer's type; see
+    `gguf_layers`.
     `lists_layers`: the config needs the type of each layer. `mixed_by`: the family's other mixer is in the layers
     without key heads ("kv_heads"), of layers that are one sub-layer each in those that have no MLP either
     ("sub_layers"), or in all but each n-th ("interval"). `score_scale`: the field for what scores are multiplied by.
@@ -58,6 +61,7 @@ class GgufForm:
     joined: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     stacked: Mapping[str, str] = field(default_factory=dict)
     by_layer: Mapping[str, str] = field(default_factory=dict)
+    parameters: Mapping[str, str] = field(default_factory=dict)
     fields: Mapping[str, str] = field(default_factory=lambda: dict(RMS_EPSILON))
     sizes: Mapping[str, str] = field(default_factory=dict)
     quotients: Mapping[str, tuple[str, str]] = field(default_factory=dict)
@@ -72,6 +76,7 @@ class GgufForm:
     window_period: int | None = None
     window_flag: str | None = None
     window_base: float | None = None
+    by_type: bool = False
     lists_layers: bool = False
     mixed_by: Literal["kv_heads", "sub_layers", "interval"] | None = None
     periods: Mapping[str, tuple[str, str]] = field(default_factory=dict)

@@ -148,6 +148,21 @@ FORMS: dict[str, GgufForm] = {
         window_base=10_000.0,
         wide_scores=62,
     ),
+    "gemma4_text": GgufForm(
+        "gemma4",
+        fields=RMS_EPSILON
+        | _EXPERTS
+        | {
+            "expert_used_count": "top_k_experts",
+            "embedding_length_per_layer_input": "hidden_size_per_layer_input",
+            "final_logit_softcapping": "final_logit_softcapping",
+        },
+        parameters={"router.scale": "ffn_gate_inp.scale", "router.per_expert_scale": "ffn_down_exps.scale"},
+        constants={"hidden_size_per_layer_input": 0},
+        has_head_dim=True,
+        scalings=("proportional",),
+        by_type=True,
+    ),
     "phi3": GgufForm("phi3", rotates_in_part=True, scalings=("longrope",)),
     "gpt2": GgufForm("gpt2", fields=_epsilon("layer_norm_epsilon")),
     "gpt_neox": GgufForm(

@@ -10,35 +10,34 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from ..core.errors import ModelNotFound, SwiftoptError, UnsupportedModel
+from ..core.errors import SwiftoptError, UnsupportedModel
 from .block_experts import HALVES, PARTS, UNGATED, BlockExperts, packed_experts, stacked
 from .block_maps import BlockEmbedding, BlockLinear, PackedBlocks, packed_blocks
 from .cache import gguf_settings_folder, made_once
 from .config_layout import HeadLayout, heads_of
 from .families import family_of
 from .family import Family, GatedDelta
+from .gguf_layers import ENCODERS, TOKEN_TABLE, unused_keys
 from .gguf_mixers import RENAMED, DeltaTensors, numbers_of
 from .gguf_packing import forms, packing_of
-from .gguf_reader import TYPES, FileTensor, GgufFile, parts_of
-from .gguf_settings import FACTORS, IDS, NEXT_LAYERS, config_of, ends_of, form_of, layer_numbers
+from .gguf_reader import FileTensor, GgufFile, parts_of
+from .gguf_settings import FACTORS, IDS, NEXT_LAYERS, SUPPRESSED, config_of, ends_of, form_of, layer_numbers
+from .gguf_tensors import check_shape, halves_of, joined, numbers, row_reader, rows_between, taken_rows
 from .gguf_tokenizer import write_tokenizer
 from .kernels.build import Kernels, kernels
 from .kernels.layout import ROWS
+from .mapped_rows import put_mapped
 from .saved import GGUF_WEIGHTS, OnStep, ReadShare, linked_gguf, refuse_missing, supported_type
 
 # In the names of what a router adds to scores, a parameter or a buffer, and how the converter writes these.
 CORRECTIONS = {"correction_bias": "correction.bias", "expert_bias": "expert_bias.bias"}
-FLOATS: dict[str, np.dtype[Any]] = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2")}
-FLOAT32 = next(kind for kind, (name, _, _) in TYPES.items() if name == "F32")
 
 
 def settings_folder(gguf: Path, on_step: OnStep, file: GgufFile | None = None) -> Path:
@@ -71,6 +70,8 @@ def _write_settings(file: GgufFile, folder: Path) -> None:
     config = config_of(file)
     write_tokenizer(file, folder)
     generation = {name: config[name] for name in IDS} | {"eos_token_id": ends_of(file)}
+    if file.settings.get(SUPPRESSED):
+        generation["suppress_tokens"] = file.settings[SUPPRESSED]
     for name, values in (("config.json", config), ("generation_config.json", generation)):
         (folder / name).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
     for number, part in enumerate(parts_of(file.path)):
@@ -85,12 +86,13 @@ def load_gguf(
     coded: bool = True,
     file: GgufFile | None = None,
     for_device: bool = False,
+    maps_rows: bool = False,
 ) -> tuple[Any, int]:
     """Load the model of a `settings_folder` on the CPU.
 
     Args:    dtype: as `models.loading.load`; in bfloat16 the file's codes are kept where our kernels compute. coded:
              False: not on a CPU. file: what was read of the file already. for_device: maps keep codes for the kernels
-             of a CUDA device.
+             of a CUDA device. maps_rows: an embedding by layer stays in the file.
     Returns: the model, in evaluation mode, and how many parameters it stands for.
     Raises:  ModelNotFound: tensors are missing or of other shapes. UnsupportedModel: one has no place in the model.
     """
@@ -103,21 +105,32 @@ def load_gguf(
     is_bare = not for_device and not isinstance(chosen, str) and fits(config)
     model: Any = Skeleton(config, dtype_asked) if is_bare else without_weights(config, dtype_asked)
     file = file or GgufFile(linked_gguf(folder))
-    share = ReadShare(on_step, doing, sum(tensor.data.nbytes for tensor in loaded_tensors(file, config)))
-    kept = None if isinstance(chosen, str) else chosen
-    reading = Reading(file, model, dtype_asked, kept, for_device=for_device, on_bytes=share.add)
+    kept, read = None if isinstance(chosen, str) else chosen, loaded_tensors(file, config)
+    n_bytes = sum(tensor.data.nbytes for tensor in read if not (maps_rows and tensor.name == TOKEN_TABLE))
+    share = ReadShare(on_step, doing, n_bytes)
+    reading = Reading(file, model, dtype_asked, kept, for_device=for_device, on_bytes=share.add, maps_rows=maps_rows)
     for name in list(model.state_dict()):
         reading.take(name)
     reading.finish()
-    return model.eval().requires_grad_(False), file.n_values
+    return model.eval().requires_grad_(False), sum(tensor.n_values for tensor in own_tensors(file))
+
+
+def own_tensors(file: GgufFile) -> list[FileTensor]:
+    """Return the tensors of a file but for those of the parts that read images and audio."""
+    return [tensor for name, tensor in file.tensors.items() if not name.startswith(ENCODERS)]
 
 
 def loaded_tensors(file: GgufFile, config: Any) -> list[FileTensor]:
-    """Return the tensors of a file but for those of layers behind the model's own, which predict further tokens."""
+    """Return the tensors of a file that the model of a config has a place for.
+
+    Others are those of parts for images and audio, of layers behind the model's own, which predict further tokens, and
+    keys of layers that read another layer's.
+    """
     n_layers = config.num_hidden_layers
     n_further = int(file.own_settings().get(NEXT_LAYERS) or 0)
     others = tuple(f"blk.{number}." for number in range(n_layers, n_layers + n_further))
-    return [tensor for name, tensor in file.tensors.items() if not name.startswith(others)]
+    unused = unused_keys(file, n_layers)
+    return [tensor for tensor in own_tensors(file) if not tensor.name.startswith(others) and tensor.name not in unused]
 
 
 def held_bytes(tensor: FileTensor, dtype: torch.dtype, chosen: Kernels | None) -> int:
@@ -133,15 +146,16 @@ class Reading:
     """The state of reading a file into a model without memory.
 
     Args: first_layer: the number in the file of the model's first layer. for_device: the embedding keeps no codes.
-          on_bytes: called with the bytes of the file that were read since the last call.
+          on_bytes: called with the bytes of the file that were read since the last call. maps_rows: as `load_gguf`.
     """
 
     def __init__(
         self, file: GgufFile, model: Any, dtype: torch.dtype, chosen: Kernels | None, first_layer: int = 0,
-        for_device: bool = False, on_bytes: Callable[[int], None] = lambda n_bytes: None,
+        for_device: bool = False, on_bytes: Callable[[int], None] = lambda n_bytes: None, maps_rows: bool = False,
     ) -> None:  # fmt: skip
         self.file, self.model, self.dtype, self.kernels = file, model, dtype, chosen
         self.first_layer, self.for_device, self._on_bytes = first_layer, for_device, on_bytes
+        self.maps_rows = maps_rows
         self.family: Family = family_of(model.config)
         self.form = form_of(file)[1]
         self.heads: HeadLayout = heads_of(model.config)
@@ -171,13 +185,17 @@ class Reading:
                 self._take_map_of_latents(name)
             return
         module = self.model.get_submodule(module_name)
+        if self.maps_rows and tensor.name == TOKEN_TABLE:
+            check_shape(self.file.path, tensor, tuple(module.weight.shape), tensor.shape)
+            put_mapped(self.model, module_name, row_reader(tensor), tensor.shape[0], self.dtype)
+            return
         order = self._order(module_name, tensor)
         scale = self._scale(tensor)
         if scale is None and self._keeps_codes(module_name, module, leaf, tensor):
             assert self.kernels is not None
             n_out, n_in = tensor.shape
             parameter = module.weight.T if isinstance(module, Conv1D) else module.weight
-            _check_shape(self.file.path, tensor, tuple(parameter.shape), (n_out, n_in))
+            check_shape(self.file.path, tensor, tuple(parameter.shape), (n_out, n_in))
             self._packed[module_name] = self._blocks(tensor, self.kernels, order)
         else:
             values = numbers(tensor)
@@ -197,7 +215,7 @@ class Reading:
             has_other_shape = self._is_of_mixer(module_name) and not isinstance(module, nn.Linear)
             if (is_correction or has_other_shape) and values.numel() == math.prod(expected):
                 values = values.view(expected)
-            _check_shape(self.file.path, tensor, expected, tuple(values.shape))
+            check_shape(self.file.path, tensor, expected, tuple(values.shape))
             # A correction is in float32 whatever the model's type.
             self._values[name] = values if is_correction else values.to(self.dtype).contiguous()
         self._release(tensor)
@@ -230,7 +248,7 @@ class Reading:
         own_parts = [part for part in PARTS if self.family.gated or part != "gate"]
         tensors = {part: self._found(f"blk.{number}.ffn_{part}_exps.{kind}") for part in own_parts}
         if (joint := self._found(f"blk.{number}.ffn_gate_up_exps.{kind}")) is not None:
-            tensors |= _halves(joint)
+            tensors |= halves_of(joint)
         if None in tensors.values():
             return
         whole = {part: tensor for part, tensor in tensors.items() if tensor is not None}
@@ -238,7 +256,7 @@ class Reading:
         n_inner, n_hidden = sizes if named.by_inputs else reversed(sizes)
         for part, tensor in whole.items():
             shape = (n_experts, n_hidden, n_inner) if part == "down" else (n_experts, n_inner, n_hidden)
-            _check_shape(self.file.path, tensor, shape if kind == "weight" else shape[:2], tensor.shape)
+            check_shape(self.file.path, tensor, shape if kind == "weight" else shape[:2], tensor.shape)
         keeps = kind == "weight" and self.kernels is not None
         if keeps and self.kernels and all(tensor.kind in forms(self.kernels) for tensor in whole.values()):
             for part in self._halves[map_name]:
@@ -263,7 +281,7 @@ class Reading:
         if of_keys is None or of_values is None or sizes is None:
             return
         for tensor, shape in ((of_keys, (sizes.rank, sizes.kept)), (of_values, (sizes.value_width, sizes.rank))):
-            _check_shape(self.file.path, tensor, (self.heads.n_heads, *shape), tensor.shape)
+            check_shape(self.file.path, tensor, (self.heads.n_heads, *shape), tensor.shape)
         both = torch.cat((numbers(of_keys).transpose(1, 2), numbers(of_values)), dim=1)
         self._values[name] = both.flatten(0, 1).to(self.dtype)
         for tensor in (of_keys, of_values):
@@ -279,14 +297,17 @@ class Reading:
                 self._found(f"blk.{number}.{part}.{leaf}") or self._found(f"blk.{number}.{part}_shexp.{leaf}")
                 for part in self.form.joined[module]
             ]
-            return None if None in tensors else self._joined([tensor for tensor in tensors if tensor is not None])
+            parts = [tensor for tensor in tensors if tensor is not None]
+            return joined(parts, self.file.path) if len(parts) == len(tensors) else None
         if stem in self.form.stacked:
             stack, row = self._found(f"blk.{number}.{self.form.stacked[stem]}.{leaf}"), int(index)
             if stack is None:
                 return None
             n_rows = len(self.model.get_submodule(name.rpartition(".")[0].rpartition(".")[0]))
-            _check_shape(self.file.path, stack, (n_rows, *stack.shape[1:]), stack.shape)
-            return _rows(stack, row, row + 1, stack.shape[1:])
+            check_shape(self.file.path, stack, (n_rows, *stack.shape[1:]), stack.shape)
+            return rows_between(stack, row, row + 1, stack.shape[1:])
+        if f"{module}.{leaf}" in self.form.parameters:
+            return self._found(f"blk.{number}.{self.form.parameters[f'{module}.{leaf}']}")
         place = self._places.get_name(self._stored_name(name), try_suffixes=(".weight", ".bias"))
         tensor = self._found(place or "") or self._found(f"{place}.weight")
         if (
@@ -295,13 +316,13 @@ class Reading:
             and (rows := self.delta.by_key_head(name.rpartition(".")[0])) is not None
         ):
             whole = self._found(f"blk.{number}.{rows[0]}.{leaf}")
-            return whole and _taken(whole, rows[1], self.file.path)
+            return whole and taken_rows(whole, rows[1], self.file.path)
         if tensor is None and number and self.family.projection == "split" and module.endswith(self.family.qkv):
             tensor = self._found(f"blk.{number}.attn_qkv.{leaf}")
             if tensor is not None:
-                _check_shape(self.file.path, tensor, (self._rows_of(2)[1], *tensor.shape[1:]), tensor.shape)
+                check_shape(self.file.path, tensor, (self._rows_of(2)[1], *tensor.shape[1:]), tensor.shape)
                 first, last = self._rows_of(self.family.qkv.index(module.rpartition(".")[2]))
-                tensor = _rows(tensor, first, last, (last - first, *tensor.shape[1:]))
+                tensor = rows_between(tensor, first, last, (last - first, *tensor.shape[1:]))
         return tensor
 
     def _place(self, name: str) -> tuple[str, str, str]:
@@ -327,24 +348,6 @@ class Reading:
         self._read |= set() if tensor is None else {name}
         return tensor
 
-    def _joined(self, tensors: list[FileTensor]) -> FileTensor:
-        """Return tensors of one shape as one, the rows of each behind those of the one before.
-
-        Where they are of different types, the result is in float32.
-        """
-        first = tensors[0]
-        if len(tensors) == 1:
-            return first
-        for tensor in tensors:
-            _check_shape(self.file.path, tensor, first.shape, tensor.shape)
-        if len({tensor.kind for tensor in tensors}) > 1:
-            tensors = [
-                replace(tensor, kind=FLOAT32, data=numbers(tensor).numpy().reshape(-1).view(np.uint8))
-                for tensor in tensors
-            ]
-        data = np.concatenate([tensor.data for tensor in tensors])
-        return replace(tensors[0], shape=(len(tensors) * first.shape[0], *first.shape[1:]), data=data)
-
     def _rows_of(self, part: int) -> tuple[int, int]:
         """Return the first row of queries (0), keys (1) or values (2) in a tensor of all, and the one behind them."""
         counts = ((1 + self.heads.gated) * self.heads.n_heads, self.heads.n_kv_heads, self.heads.n_kv_heads)
@@ -353,10 +356,13 @@ class Reading:
 
     def _scale(self, tensor: FileTensor) -> Tensor | None:
         """Return what all values of a tensor are to be multiplied by, which some files have in a tensor of its own."""
-        scale = self._found(f"{tensor.name.removesuffix('.weight')}.scale")
+        name = f"{tensor.name.removesuffix('.weight')}.scale"
+        if name.endswith(tuple(f".{own}" for own in self.form.parameters.values())):
+            return None
+        scale = self._found(name)
         if scale is None or not tensor.name.endswith(".weight"):
             return None
-        _check_shape(self.file.path, scale, (1,), scale.shape)
+        check_shape(self.file.path, scale, (1,), scale.shape)
         return numbers(scale)
 
     def finish(self) -> None:
@@ -407,7 +413,8 @@ class Reading:
     def _keeps_codes(self, module_name: str, module: nn.Module, leaf: str, tensor: FileTensor) -> bool:
         if self.kernels is None or leaf != "weight" or tensor.kind not in forms(self.kernels):
             return False
-        if self.family.experts is not None and module_name.endswith(f".{self.family.experts.router}"):
+        named = self.family.experts  # Its router's name is that within a mixture of ours, where that has another form.
+        if named is not None and module_name.endswith(f".{named.router.replace('.whole', '')}"):
             return False  # A router of some families is a linear map that does more.
         if self._is_of_latents(module_name):
             return False  # Our kernels read it head by head, and a head's share from both sides.
@@ -444,29 +451,6 @@ def _parts(name: str, layers: str) -> tuple[str, str, str]:
     return number, module, leaf
 
 
-def _rows(tensor: FileTensor, first: int, last: int, shape: tuple[int, ...]) -> FileTensor:
-    """Return some rows of a tensor as one of a shape."""
-    row_bytes = tensor.data.nbytes // tensor.shape[0]
-    return replace(tensor, shape=shape, data=tensor.data[first * row_bytes : last * row_bytes])
-
-
-def _taken(tensor: FileTensor, rows: Tensor, path: Path) -> FileTensor:
-    """Return a tensor of some rows of another. Raises: ModelNotFound: it has too few."""
-    if len(tensor.shape) != 2 or int(rows.max()) >= tensor.shape[0]:
-        _check_shape(path, tensor, (int(rows.max()) + 1, *tensor.shape[1:]), tensor.shape)
-    data = tensor.data.reshape(tensor.shape[0], -1)[rows.numpy()].reshape(-1)
-    return replace(tensor, shape=(len(rows), *tensor.shape[1:]), data=data)
-
-
-def _halves(joint: FileTensor) -> dict[str, FileTensor]:
-    """Return the gates and the other halves of experts' maps that lie together."""
-    n_experts, n_both, n_in = joint.shape
-    halves = joint.data.reshape(n_experts, 2, -1)
-    shape = n_experts, n_both // 2, n_in
-    parts = (np.ascontiguousarray(halves[:, number]).reshape(-1) for number in range(2))
-    return {part: replace(joint, shape=shape, data=data) for part, data in zip(("gate", "up"), parts, strict=True)}
-
-
 def _is_correction(name: str) -> bool:
     return any(correction in name for correction in CORRECTIONS)
 
@@ -477,24 +461,3 @@ def names_of(architecture: str, n_layers: int) -> Any:
 
     arch = next(key for key, value in gguf.MODEL_ARCH_NAMES.items() if value == architecture)
     return gguf.get_tensor_name_map(arch, n_layers)
-
-
-def _check_shape(path: Path, tensor: FileTensor, expected: tuple[int, ...], shape: tuple[int, ...]) -> None:
-    if shape != expected:
-        raise ModelNotFound(
-            f"{tensor.name} in {path} has the shape {list(shape)}, and a model of its settings has {list(expected)}"
-            " there: download it again"
-        )
-
-
-def numbers(tensor: FileTensor) -> Tensor:
-    """Return the values of a tensor as the file means them: float32, of its shape."""
-    import gguf
-
-    name = tensor.type_name
-    if name in FLOATS:
-        return torch.from_numpy(tensor.data.view(FLOATS[name]).astype(np.float32).reshape(tensor.shape))
-    values = gguf.quants.dequantize(
-        tensor.data.reshape(math.prod(tensor.shape[:-1]), -1), gguf.GGMLQuantizationType(tensor.kind)
-    )
-    return torch.from_numpy(np.ascontiguousarray(values, np.float32).reshape(tensor.shape))

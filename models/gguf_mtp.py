@@ -14,9 +14,10 @@ from torch import nn
 from .block_maps import BlockLinear, packed_blocks
 from .coded import plain_linear
 from .family import Family
-from .gguf_model import Reading, numbers
+from .gguf_model import Reading
 from .gguf_packing import forms
 from .gguf_reader import FileTensor, GgufFile
+from .gguf_tensors import numbers
 from .kernels.build import kernels
 from .mtp_names import LAYER, config_of_layer
 from .quantised_checkpoints import without_weights

@@ -25,6 +25,7 @@ from ..core.requests import Speed
 from ..core.settings import n_threads
 from .free_memory import free_memory
 from .gguf_forms import FORMS
+from .gguf_layers import ENCODERS, TOKEN_TABLE, unused_keys
 from .gguf_reader import FileTensor, GgufFile, parts_of
 from .gguf_settings import NEXT_LAYERS
 from .kernels import layout
@@ -209,9 +210,11 @@ def _whole_maps(file: GgufFile, kernels: Kernels) -> Iterator[FileTensor]:
     others |= {"attn_gate", "ssm_alpha", "ssm_beta"} if any(form.tiled_heads for form in own_forms) else set()
     settings = file.own_settings()
     n_layers = int(settings.get("block_count", 0)) - int(settings.get(NEXT_LAYERS, 0))
+    unread = {TOKEN_TABLE, *unused_keys(file, n_layers)}
     for tensor in file.tensors.values():
         name = _LAYER.match(tensor.name)
         is_loaded = name is None or (int(name[1]) < n_layers and name[2] not in others)
+        is_loaded = is_loaded and tensor.name not in unread and not tensor.name.startswith(ENCODERS)
         is_scaled = f"{tensor.name.removesuffix('.weight')}.scale" in file.tensors
         if is_loaded and not is_scaled and len(tensor.shape) == 2 and tensor.kind in forms(kernels):
             yield tensor

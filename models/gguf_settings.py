@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,20 +19,21 @@ from .families import CHUNKS, FAMILIES, SLIDING, family_of
 from .family import Family
 from .gguf_form import GgufForm
 from .gguf_forms import FORMS
+from .gguf_layers import layers_of
 from .gguf_reader import GgufFile, Texts
+from .gguf_values import KV_HEADS, MLP_WIDTH, PATTERN, OwnSettings, shown
 
 HEAD = "output.weight"
 # Tensors of factors that divide the rotary frequencies: at any length, and up to or beyond the trained length.
 FREQUENCY_FACTORS = "rope_freqs.weight"
 SHORT_FACTORS, LONG_FACTORS = "rope_factors_short.weight", "rope_factors_long.weight"
-KV_HEADS, MLP_WIDTH = "attention.head_count_kv", "feed_forward_length"
 # Which layers have another mixer than attention: a list, or all but each n-th.
 RECURRENT, INTERVAL = "attention.recurrent_layers", "full_attention_interval"
-WINDOW, PATTERN = "attention.sliding_window", "attention.sliding_window_pattern"
+WINDOW = "attention.sliding_window"
 FACTORS = (FREQUENCY_FACTORS, SHORT_FACTORS, LONG_FACTORS)
+UNBOUNDED = 1e29  # Larger factors are of pairs that are not rotated: angles are 0 at all positions.
 THETA = 10_000.0  # Base of the rotary frequencies where a file names none.
 YARN = {"beta_fast": 32.0, "beta_slow": 1.0}  # llama.cpp's and transformers' values where none are given.
-MOST = 1 << 31  # Larger counts are refused before anything is made of that size.
 # GGUF settings common to all architectures, by name without the architecture's prefix, and their config fields.
 FIELDS = {
     "block_count": "num_hidden_layers",
@@ -49,14 +49,6 @@ NEEDED = tuple(FIELDS)[:5]
 COUNTS = {"leading_dense_block_count": 0}  # Settings of which 0 is a value, as it is where a file has none.
 NEXT_LAYERS = "nextn_predict_layers"  # How many layers behind the model's own predict further tokens.
 LAYER_NUMBER = re.compile(r"^blk\.\d+\.")  # How the names of a layer's tensors begin.
-# Settings without a config field, and their values that do not change what the model computes; None: no value does.
-NEUTRAL: dict[str, tuple[Any, ...] | None] = {
-    **dict.fromkeys(("tensor_data_layout", "rope.scaling.finetuned")),
-    "attention.causal": (True,),
-    **dict.fromkeys(("rope.scaling.yarn_ext_factor", "rope.scaling.yarn_attn_factor"), (1.0,)),
-    **dict.fromkeys(("logit_scale", "embedding_scale", "residual_scale"), (0.0, 1.0)),
-}
-NOTHING = (0, False, "", "none")
 IDS = {
     "bos_token_id": "tokenizer.ggml.bos_token_id",
     "eos_token_id": "tokenizer.ggml.eos_token_id",
@@ -64,90 +56,10 @@ IDS = {
 }
 SENTENCEPIECE = {"bos_token_id": 1, "eos_token_id": 2}  # Ids that llama.cpp takes where such a file names none.
 TURN_KEYS = ("tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")
+OLLAMA_ENDS = "tokenizer.ggml.eos_token_ids"  # All ends, as Ollama's files list them.
+SUPPRESSED = "tokenizer.ggml.suppress_tokens"  # Tokens that no text may have.
 # End-of-turn tokens of usual chat templates, for files that name none.
-TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<|eot|>", "<|end|>", "<end_of_turn>")
-
-
-class _Settings:
-    """An architecture's settings, by name without its prefix; those that nothing takes are left."""
-
-    def __init__(self, file: GgufFile) -> None:
-        self.path, self._given = file.path, file.own_settings()
-        self._left = dict.fromkeys(self._given)
-
-    def take(self, name: str, default: Any = None) -> Any:
-        """Return a setting; of values by layer the one that all layers share."""
-        self._left.pop(name, None)
-        given = self._given.get(name, default)
-        return given[0] if isinstance(given, list) and given and given == given[:1] * len(given) else given
-
-    def number(self, name: str, default: Any = None) -> Any:
-        """Return a setting that is a number; a whole one if `default` is.
-
-        Raises: UnsupportedModel: it differs by layer. ModelNotFound: it is none.
-        """
-        value = self.take(name, default)
-        if isinstance(value, list):
-            raise self.refusal(name, value)
-        plain = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < MOST
-        if value is not None and not plain:
-            raise ModelNotFound(f"{self.path} has the setting {name} = {_shown(value)}: download it again")
-        return value
-
-    def size(self, name: str, default: int | None = None) -> int:
-        """Return a setting that is a whole number above 0.
-
-        Raises: as `number`; ModelNotFound: it is missing.
-        """
-        value = self.number(name, default)
-        if not isinstance(value, int) or value == 0:
-            raise ModelNotFound(f"{self.path} has the setting {name} = {_shown(value)}: download it again")
-        return value
-
-    def layers_without(self, name: str, n_layers: int, n_further: int = 0) -> list[bool]:
-        """Return which layers have 0 of a setting that lists numbers by layer; the setting then is that of the others.
-
-        Args:   n_further: layers of a file behind the model's own.
-        Raises: UnsupportedModel: it is not one number for each layer.
-        """
-        given = self._given.get(name)
-        if not isinstance(given, list):
-            return [False] * n_layers
-        own = given[:n_layers]
-        others = [value for value in own if value]
-        if len(given) not in (n_layers, n_layers + n_further) or not others:
-            raise self.refusal(name, given)
-        self._given[name] = others
-        return [not value for value in own]
-
-    def choice(self, name: str, values: Mapping[Any, Any]) -> Any:
-        """Return the value of a config's field for a setting.
-
-        Raises: UnsupportedModel: there is none for the setting's value.
-        """
-        value = self.take(name)
-        if isinstance(value, list) or value not in values:
-            raise self.refusal(name, value)
-        return values[value]
-
-    def refusal(self, name: str, value: Any) -> UnsupportedModel:
-        return UnsupportedModel(
-            f"{self.path} has the setting {name} = {_shown(value)}, for which its architecture has no place here: use"
-            " the model's hub id"
-        )
-
-    def refuse_left(self, form: GgufForm) -> None:
-        """Raises: UnsupportedModel: a setting was not taken, and changes what the model computes."""
-        for name in list(self._left):
-            value = self.take(name)
-            neutral = form.ignored.get(name, NEUTRAL.get(name, NOTHING))
-            if neutral is not None and value not in neutral:
-                raise self.refusal(name, value)
-
-
-def _shown(value: Any) -> str:
-    text = str(value)
-    return text if len(text) <= 40 and text.isprintable() else ascii(text[:40])
+TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<|eot|>", "<|end|>", "<end_of_turn>", "<turn|>")
 
 
 def config_of(file: GgufFile) -> dict[str, Any]:
@@ -160,7 +72,8 @@ def config_of(file: GgufFile) -> dict[str, Any]:
     family = FAMILIES[model_type]
     if not file.tensors:
         raise ModelNotFound(f"{file.path} has no tensors: download it again")
-    settings = _Settings(file)
+    settings = OwnSettings(file)
+    by_type = layers_of(file, settings) if form.by_type else {}
     # Models that have experts in all layers may have no other MLP.
     usual = {MLP_WIDTH: file.own_settings().get("expert_feed_forward_length")}
     needed = NEEDED if form.ignored.keys().isdisjoint(NEEDED) else [name for name in NEEDED if name not in form.ignored]
@@ -222,6 +135,7 @@ def config_of(file: GgufFile) -> dict[str, Any]:
         config |= _windows(settings, family, form, n_layers, n_further)
     if form.lists_layers or (form.mixed_by is not None and not form.periods):
         config[family.fields.get("layer_types", "layer_types")] = layer_types
+    config |= by_type
     settings.refuse_left(form)
     check_values(config, file.path)
     family_of(SimpleNamespace(model_type=model_type, **config))
@@ -252,12 +166,12 @@ def form_of(file: GgufFile) -> tuple[str, GgufForm]:
         return max(fitting, key=lambda one: len(one[1].when))
     architectures = sorted({architecture for form in FORMS.values() for architecture in form.architectures})
     raise UnsupportedModel(
-        f"{file.path} is of the architecture {_shown(file.architecture)}, which is not supported: use one of"
+        f"{file.path} is of the architecture {shown(file.architecture)}, which is not supported: use one of"
         f" {', '.join(architectures)}"
     )
 
 
-def _layer_types(settings: _Settings, family: Family, form: GgufForm, n_layers: int, n_further: int) -> list[str]:
+def _layer_types(settings: OwnSettings, family: Family, form: GgufForm, n_layers: int, n_further: int) -> list[str]:
     """Return what mixes tokens in each layer: attention, or the family's other mixer."""
     mixed = [False] * n_layers
     if form.mixed_by == "sub_layers":
@@ -291,13 +205,13 @@ def _period(file: GgufFile, tensor: str, n_layers: int) -> tuple[int, int]:
     period = having[1] - first if len(having) > 1 else n_layers + 1
     if having != list(range(first, n_layers, period)) or first >= period:
         raise UnsupportedModel(
-            f"{file.path} has {_shown(tensor)} in the layers {_shown(having)}, which do not follow at equal distances:"
+            f"{file.path} has {shown(tensor)} in the layers {shown(having)}, which do not follow at equal distances:"
             " use the model's hub id"
         )
     return period, first
 
 
-def _head_dim(settings: _Settings, form: GgufForm, hidden: int, heads: int) -> int:
+def _head_dim(settings: OwnSettings, form: GgufForm, hidden: int, heads: int) -> int:
     """Return how many values a head has; keys and values have as many."""
     usual = hidden // heads
     size = settings.size("attention.key_length", usual)
@@ -309,7 +223,7 @@ def _head_dim(settings: _Settings, form: GgufForm, hidden: int, heads: int) -> i
     return size
 
 
-def _sizes_of_latents(settings: _Settings) -> dict[str, int]:
+def _sizes_of_latents(settings: OwnSettings) -> dict[str, int]:
     """Return the config's sizes of heads that read latents; older files say these of keys and values."""
     width, of_values = (
         settings.size(f"attention.{name}_length_mla", settings.size(f"attention.{name}_length"))
@@ -322,7 +236,7 @@ def _sizes_of_latents(settings: _Settings) -> dict[str, int]:
 
 
 def _positions(
-    file: GgufFile, settings: _Settings, family: Family, form: GgufForm, head_dim: int, context: int
+    file: GgufFile, settings: OwnSettings, family: Family, form: GgufForm, head_dim: int, context: int
 ) -> dict[str, Any]:
     """Return the config's fields for positions; `context`: how many the file says the model has."""
     rotation = _rotation(file, settings, family, form, head_dim, context)
@@ -339,7 +253,7 @@ def _positions(
 
 
 def _rotation(
-    file: GgufFile, settings: _Settings, family: Family, form: GgufForm, head_dim: int, context: int
+    file: GgufFile, settings: OwnSettings, family: Family, form: GgufForm, head_dim: int, context: int
 ) -> dict[str, Any]:
     """Return transformers' rotary parameters of the layers without a window."""
     parameters: dict[str, Any] = {"rope_theta": float(settings.number("rope.freq_base", THETA))}
@@ -348,6 +262,8 @@ def _rotation(
         parameters["partial_rotary_factor"] = width / head_dim
     if int(head_dim * parameters.get("partial_rotary_factor", 1.0)) != width:
         raise settings.refusal("rope.dimension_count", width)
+    if "proportional" in form.scalings:
+        return {"rope_type": "proportional", **parameters, "partial_rotary_factor": _rotated_share(file, width)}
     kind = settings.take("rope.scaling.type") or "none"
     older = settings.number("rope.scale_linear", 1.0)
     factor = settings.number("rope.scaling.factor", older) or 1.0
@@ -411,8 +327,22 @@ def _long_rotation(file: GgufFile, factors: dict[str, list[float]], trained: int
     }
 
 
+def _rotated_share(file: GgufFile, width: int) -> float:
+    """Return which share of the pairs of a head is rotated: the first ones, whose factor is 1."""
+    factors = _factors(file, FREQUENCY_FACTORS, width)
+    n_rotated = factors.count(1.0)
+    if any(factor != 1.0 for factor in factors[:n_rotated]) or any(one < UNBOUNDED for one in factors[n_rotated:]):
+        raise UnsupportedModel(
+            f"{FREQUENCY_FACTORS} in {file.path} has factors between those of pairs that are rotated and of those that"
+            " are not: use the model's hub id"
+        )
+    return n_rotated / len(factors)
+
+
 def _factors(file: GgufFile, name: str, width: int) -> list[float]:
-    tensor = file.tensors[name]
+    tensor = file.tensors.get(name)
+    if tensor is None:
+        raise ModelNotFound(f"{file.path} lacks {name}: download it again")
     if tensor.type_name != "F32" or tensor.shape != (width // 2,):
         raise ModelNotFound(
             f"{name} in {file.path} is {tensor.type_name} of the shape {list(tensor.shape)}, and a model of its"
@@ -424,7 +354,7 @@ def _factors(file: GgufFile, name: str, width: int) -> list[float]:
     return [float(value) for value in values]
 
 
-def _windows(settings: _Settings, family: Family, form: GgufForm, n_layers: int, n_further: int) -> dict[str, Any]:
+def _windows(settings: OwnSettings, family: Family, form: GgufForm, n_layers: int, n_further: int) -> dict[str, Any]:
     """Return the window and, where it differs by layer, the layers' types; without one all see everything before.
 
     Args: n_further: layers of a file behind the model's own.
@@ -468,7 +398,7 @@ def layer_numbers(file: GgufFile, name: str, n_layers: int) -> list[float]:
     are_numbers = all(isinstance(one, int | float) and math.isfinite(one) for one in numbers)
     if len(numbers) != n_layers or not are_numbers:
         raise ModelNotFound(
-            f"{file.path} has the setting {name} = {_shown(given)}, and needs a number for each of {n_layers} layers:"
+            f"{file.path} has the setting {name} = {shown(given)}, and needs a number for each of {n_layers} layers:"
             " download it again"
         )
     return [float(number) for number in numbers]
@@ -485,7 +415,7 @@ def token_ids(file: GgufFile) -> dict[str, int | None]:
     for name, number in given.items():
         if number is not None and not (type(number) is int and 0 <= number < n_tokens):
             raise ModelNotFound(
-                f"{file.path} has the setting {IDS[name]} = {_shown(number)}, which is none of its {n_tokens} tokens:"
+                f"{file.path} has the setting {IDS[name]} = {shown(number)}, which is none of its {n_tokens} tokens:"
                 " download it again"
             )
     return given
@@ -494,7 +424,9 @@ def token_ids(file: GgufFile) -> dict[str, int | None]:
 def ends_of(file: GgufFile) -> int | list[int] | None:
     """Return the tokens that end a text or a turn, of which the key of the end names only one."""
     tokens, template = file.settings["tokenizer.ggml.tokens"], str(file.settings.get("tokenizer.chat_template"))
+    listed = file.settings.get(OLLAMA_ENDS)
     ids = [token_ids(file)["eos_token_id"], *(file.settings.get(key) for key in TURN_KEYS)]
+    ids += listed if isinstance(listed, list) else []
     ids += [tokens.index(text) for text in TURN_ENDS if text in template and text in tokens]
     ends = list(dict.fromkeys(number for number in ids if type(number) is int and 0 <= number < len(tokens)))
     return ends if len(ends) > 1 else next(iter(ends), None)

@@ -2,7 +2,7 @@
 
 Texts become tokens as in llama.cpp. Byte-level BPE ("gpt2") has its merges in the file, and a named way to cut texts
 into words. SentencePiece ("llama") has scores: two neighbours are merged where the file has their text as a token, the
-best score first.
+best score first. Gemma 4 ("gemma4") has pieces of the second kind, and merges as the first has them.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ ADDED = (UNKNOWN, CONTROL, USER_DEFINED)  # Tokens that are found whole in a tex
 # Phi-3's control tokens that do not swallow the spaces after them.
 KEEPS_SPACES = ("<unk>", "<s>", "<|endoftext|>")
 SPACE = "▁"  # How SentencePiece writes a space.
+MERGED_PIECES = "gemma4"  # A kind of tokenizer in llama.cpp's files, and in Ollama's a way to cut texts into words.
+LINES = r"[^\n]+|\n+"  # What its merges go on in: a line, or the ends of several.
 # How texts are cut into words, as in the models' own tokenizers: regular expressions, each applied to what the one
 # before left together. GPT-2's is built into `tokenizers`, where it is the last.
 GPT2 = "built in"
@@ -125,12 +127,16 @@ def write_tokenizer(file: GgufFile, folder: Path) -> None:
     kind = settings.get("model")
     if kind == "gpt2":
         written, begins = _byte_level(file, settings, ids)
+    elif kind == MERGED_PIECES or (kind == "llama" and settings.get("pre") == MERGED_PIECES):
+        written, begins = _pieces(settings, ids, _texts(file, settings, "merges"), False), True
+        lines = {"type": "Split", "pattern": {"Regex": LINES}, "behavior": "Isolated", "invert": False}
+        written["pre_tokenizer"] = lines
     elif kind == "llama":
-        written, begins = _sentencepiece(file, settings, ids, types)
+        written, begins = _sentencepiece(file, settings, ids, types), True
     else:
         raise UnsupportedModel(
             f"{file.path} has a tokenizer of the kind {str(kind)[:40]!r}, which is not read: use a file of the kind"
-            " gpt2 or llama"
+            f" gpt2, llama or {MERGED_PIECES}"
         )
     special = token_ids(file) | {"unk_token_id": settings.get("unknown_token_id")}
     names = {name.removesuffix("_id"): texts[number] for name, number in special.items() if _is_id(number, texts)}
@@ -256,31 +262,35 @@ def _byte_level(file: GgufFile, settings: Mapping[str, Any], ids: Mapping[str, i
 
 def _sentencepiece(
     file: GgufFile, settings: Mapping[str, Any], ids: Mapping[str, int], types: Sequence[int]
-) -> tuple[dict[str, Any], bool]:
-    """Return as `_byte_level`. Each text between two added tokens begins with a space, unless the file says not."""
+) -> dict[str, Any]:
+    """Return the parts of tokenizer.json. Each text between two added tokens begins with a space by default."""
     scores = settings.get("scores")
     if not isinstance(scores, list) or len(scores) != len(ids):
         raise _damaged(file, "no score for each token")
-    unknown = settings.get("unknown_token_id")
-    texts = list(ids)
+    return _pieces(settings, ids, _merges(list(ids), types, scores), settings.get("add_space_prefix", True))
+
+
+def _pieces(
+    settings: Mapping[str, Any], ids: Mapping[str, int], merges: Sequence[Any], has_prefix: bool
+) -> dict[str, Any]:
+    """Return the parts of tokenizer.json of tokens that are pieces of texts, with bytes for what none of them has.
+
+    Args: merges: as `_bpe`. has_prefix: texts begin with a space.
+    """
+    unknown, texts = settings.get("unknown_token_id"), list(ids)
     spaces: dict[str, Any] = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
     decoders: list[dict[str, Any]] = [
         {"type": "Replace", "pattern": {"String": SPACE}, "content": " "},
         {"type": "ByteFallback"},
         {"type": "Fuse"},
     ]
-    if settings.get("add_space_prefix", True):
+    if has_prefix:
         spaces = {"type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": SPACE}, spaces]}
         decoders.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
-    model = _bpe(
-        ids,
-        _merges(texts, types, scores),
-        unk_token=texts[unknown] if _is_id(unknown, texts) else None,
-        fuse_unk=True,
-        byte_fallback=True,
-    )
+    unk = texts[unknown] if _is_id(unknown, texts) else None
+    model = _bpe(ids, merges, unk_token=unk, fuse_unk=True, byte_fallback=True)
     parts = {"normalizer": spaces, "pre_tokenizer": None, "decoder": {"type": "Sequence", "decoders": decoders}}
-    return {**parts, "model": model}, True
+    return {**parts, "model": model}
 
 
 def _merges(texts: Sequence[str], types: Sequence[int], scores: Sequence[float]) -> list[tuple[str, str]]:

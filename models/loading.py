@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast, get_args
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedTokenizerFast
 from transformers.pytorch_utils import Conv1D
 
@@ -25,6 +25,7 @@ from .block_experts import BlockExperts
 from .buffer import free_bytes
 from .checkpoints import read_model, reading
 from .coded import CodedLinear
+from .config_bounds import shown
 from .copies import Seconds
 from .fingerprint import earlier_fingerprints, fingerprint
 from .fused import fuse
@@ -35,6 +36,7 @@ from .graphs import GraphPasses, launched_s, pass_seconds, replayed_s
 from .huge_pages import PAGES, weights_in
 from .kernels.device import obstacle
 from .layer_inputs import with_map
+from .mapped_rows import count_values
 from .memory import memory_plan
 from .merging import identity, load_merged
 from .mtp import MtpRuntime, has_mtp, read_mtp
@@ -63,7 +65,7 @@ logger = logging.getLogger(__name__)
 STEERING = (
     *("min_length", "min_new_tokens", "stop_strings", "guidance_scale", "watermarking_config", "token_healing"),
     *("no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "encoder_repetition_penalty", "bad_words_ids"),
-    *("sequence_bias", "suppress_tokens", "begin_suppress_tokens", "forced_bos_token_id", "forced_eos_token_id"),
+    *("sequence_bias", "begin_suppress_tokens", "forced_bos_token_id", "forced_eos_token_id"),
     *("exponential_decay_length_penalty", "num_beams", "constraints", "force_words_ids", "penalty_alpha"),
     *("dola_layers", "use_mtp"),
 )
@@ -114,7 +116,7 @@ def load(
                 for_device = place.startswith("cuda") and speed == "exact"
                 model, n_parameters = _load_model(folder, dtype, place, doing, step, coded, file, for_device)
             else:
-                model, n_parameters = load_merged(adapter, folder, dtype, place)
+                model, n_parameters = load_merged(adapter, folder, dtype, place, maps_rows=place == "cpu")
         if generation_config is not None:
             model.generation_config = generation_config
         refuse_steering(model.generation_config, folder)
@@ -125,6 +127,7 @@ def load(
             fingerprints = identity(adapter, folder), ()
         info = info_of(model, fingerprints[0], source.names, n_parameters, fingerprints[1])
         runtime = Runtime(model, tokenizer, info)
+        runtime.suppressed = suppressed_tokens(model.generation_config, runtime.vocab_size, runtime.device, folder)
         is_read = file is not None or supported_type(folder)[1] is None
         if runtime.family.mtp is not None and is_read and has_mtp(folder, file, runtime.n_layers):
             runtime.mtp_folder = folder
@@ -235,7 +238,7 @@ def _load_model(
     Args: coded: whether weights of a GGUF file may keep its codes. file: what was read of it already. for_device: as
           `load_packed`.
     """
-    scheme = supported_type(folder)[1]
+    scheme, maps_rows = supported_type(folder)[1], placement == "cpu"
     if scheme is not None and scheme.kind is None:
         if placement == "auto-map":
             named = folder if file is None else file.path
@@ -243,16 +246,16 @@ def _load_model(
             raise SettingsError(f"{named} is quantised ({scheme.words}), and {advice}")
         with reading(str(folder), folder, placement):
             if scheme.format == "gguf":
-                model, n_parameters = load_gguf(folder, dtype, doing, step, coded, file, for_device)
+                model, n_parameters = load_gguf(folder, dtype, doing, step, coded, file, for_device, maps_rows)
             else:
-                model, n_parameters = load_packed(folder, scheme, dtype, doing, step, coded, for_device)
+                model, n_parameters = load_packed(folder, scheme, dtype, doing, step, coded, for_device, maps_rows)
             return model.to(placement), n_parameters
     if scheme is not None:
         check_library(folder, scheme)
-    model = read_model(folder, dtype, placement, by_library=scheme is not None)
+    model = read_model(folder, dtype, placement, by_library=scheme is not None, maps_rows=maps_rows and scheme is None)
     if scheme is not None:
         return model, take_maps(model, scheme, dtype, folder)
-    return model, sum(parameter.numel() for parameter in model.parameters())
+    return model, count_values(model)
 
 
 def _generation_config(folder: Path) -> Any:
@@ -285,6 +288,22 @@ def refuse_steering(config: Any, folder: Path) -> None:
                 f"the generation_config.json of {folder} asks for {name} {value!r}, which swiftopt does not apply:"
                 " remove it there to decode without it"
             )
+
+
+def suppressed_tokens(config: Any, vocab_size: int, device: torch.device, folder: Path) -> Tensor | None:
+    """Return the tokens that a model's makers allow in no text, as Gemma 4's ends of images; None: there are none.
+
+    Raises: ModelNotFound: they are no tokens of the model.
+    """
+    given = getattr(config, "suppress_tokens", None)
+    if not given:
+        return None
+    if not isinstance(given, list) or not all(type(one) is int and 0 <= one < vocab_size for one in given):
+        raise ModelNotFound(
+            f"the generation_config.json of {folder} has suppress_tokens {shown(given)}, which are no tokens of the"
+            " model: copy the model's folder again"
+        )
+    return torch.tensor(sorted({*given}), device=device)
 
 
 def load_tokenizer(folder: Path, config: Any = None) -> Any:

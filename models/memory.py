@@ -18,12 +18,15 @@ from .expert_checkpoints import BLOCKS
 from .families import family_of
 from .family import Family, GatedDelta, Selective, SelectiveScan
 from .fingerprint import plain_name
-from .gguf_model import held_bytes, loaded_tensors
+from .gguf_layers import TOKEN_TABLE
+from .gguf_model import held_bytes, loaded_tensors, own_tensors
 from .gguf_reader import GgufFile
 from .kernels.build import kernels
+from .mapped_rows import mapped_table
 from .quantised_checkpoints import NAMES
 from .saved import (
     LEFTOVERS,
+    is_multimodal,
     linked_gguf,
     supported_config,
     supported_type,
@@ -50,7 +53,8 @@ EMBEDDING = "token_embd.weight"  # As GGUF files name it.
 class MemoryPlan:
     """Bytes that a model needs at least: `context` for keys and values, `workspace` for a device's libraries.
 
-    `n_copied`: parameters of which drafts in int4 have a copy.
+    `n_copied`: parameters of which drafts in int4 have a copy. `mapped`: bytes of an embedding of which passes read
+    rows from its file, which are not among those needed. `is_part`: of a model that also reads images or audio.
     """
 
     folder: Path
@@ -58,6 +62,8 @@ class MemoryPlan:
     context: int
     workspace: int
     n_copied: int
+    mapped: int = 0
+    is_part: bool = False
 
     @property
     def needed(self) -> int:
@@ -79,7 +85,9 @@ class MemoryPlan:
 
     def sentence(self, name: str) -> str:
         drafts = f", and drafts in int4 up to {_amount(self.copies)} more" if self.copies > TOLD * self.weights else ""
-        return f"{name} needs {self.words}{drafts}"
+        rows = f"; {_amount(self.mapped)} of embeddings by layer stay in the file" if self.mapped else ""
+        others = "; its parts for images and audio are left out" if self.is_part else ""
+        return f"{name} needs {self.words}{drafts}{rows}{others}"
 
     def check(self, where: str, free: int) -> None:
         """Raises: SettingsError: less is free there."""
@@ -122,30 +130,40 @@ def memory_plan(
     if file is not None:
         codes_stay = is_kernel_speed and dtype_asked == torch.bfloat16 if on_cpu else speed == "exact"
         chosen = kernels() if codes_stay else ""
-        kept = None if isinstance(chosen, str) else chosen
-        sizes = [
-            # A device has the embedding without codes.
-            (held_bytes(tensor, dtype_asked, kept if on_cpu or tensor.name != EMBEDDING else None), tensor.n_values)
-            for tensor in loaded_tensors(file, config)
-        ]
+        kept, read = None if isinstance(chosen, str) else chosen, loaded_tensors(file, config)
+        without_codes = () if on_cpu else (EMBEDDING, TOKEN_TABLE)
+        sizes = {
+            # A device has embeddings without codes.
+            one.name: (held_bytes(one, dtype_asked, None if one.name in without_codes else kept), one.n_values)
+            for one in read
+        }
+        stored_at = {tensor.name: tensor.data.nbytes for tensor in read}
     elif shapes:
         codes_stay = on_cpu and is_kernel_speed and dtype_asked in (torch.bfloat16, torch.float32)
         by_library = scheme is not None and scheme.kind is not None
         # Packing MXFP4 takes the library of a CPU, for a device, too.
         is_packed = scheme is not None and (scheme.format != "mxfp4" or not isinstance(kernels(), str))
         codes_stay = codes_stay or by_library or (is_packed and speed == "exact")
-        sizes = [_size(name, shape, scheme, codes_stay, dtype_asked) for name, shape in shapes.items()]
+        sizes = {name: _size(name, shape, scheme, codes_stay, dtype_asked) for name, shape in shapes.items()}
+        stored_at = {name: shape.n_bytes for name, shape in shapes.items()}
         _refuse_other_shapes(config, shapes, folder)
     else:  # Files of torch have no header that could be read alone.
         n_stored = stored_bytes // stored.itemsize
-        sizes = [(n_stored * dtype_asked.itemsize, n_stored)]
-    _refuse_more_values(config, sum(n_values for _, n_values in sizes), folder)
+        sizes, stored_at = {"": (n_stored * dtype_asked.itemsize, n_stored)}, {}
+    _refuse_more_values(config, sum(n_values for _, n_values in sizes.values()), folder)
+    by_library = scheme is not None and scheme.kind is not None
+    table = mapped_table(config, weight_files(folder)) if on_cpu and not by_library else None
+    name = TOKEN_TABLE if file is not None else plain_name(f"{table}.weight")
+    mapped = stored_at[name] if table is not None and sizes.pop(name, None) is not None else 0
     n_slot_values = sum(shape.n_values for shape in slot_shapes(config) if shape is not None)
     slot_bytes = max(1, n_slot_values * dtype_asked.itemsize)  # As `Runtime.slot_bytes`.
-    n_copied = sum(n_values for n_bytes, n_values in sizes if n_bytes >= COPIED_BYTES * n_values)
-    weights = sum(n_bytes for n_bytes, _ in sizes)
+    n_copied = sum(n_values for n_bytes, n_values in sizes.values() if n_bytes >= COPIED_BYTES * n_values)
+    weights = sum(n_bytes for n_bytes, _ in sizes.values())
     named = folder if file is None else file.path
-    return MemoryPlan(named, weights, slot_bytes * PLANNED_TOKENS, 0 if on_cpu else WORKSPACE, n_copied)
+    is_part = is_multimodal(folder) if file is None else len(own_tensors(file)) < len(file.tensors)
+    return MemoryPlan(
+        named, weights, slot_bytes * PLANNED_TOKENS, 0 if on_cpu else WORKSPACE, n_copied, mapped, is_part
+    )
 
 
 def _size(

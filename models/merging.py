@@ -27,8 +27,9 @@ from .adapters import Adapter, check_base, is_adapter, reading_adapter
 from .cache import cache_root, made_once
 from .checkpoints import read_model
 from .fingerprint import fingerprint, fingerprint_with, note_merged
+from .mapped_rows import count_values, mapped_in, mapped_table
 from .restacked import SMALL_FILES
-from .saved import ADAPTER, OnStep, is_multimodal, no_step, quiet
+from .saved import ADAPTER, OnStep, is_multimodal, no_step, quiet, supported_config, weight_files
 from .stored_tensors import is_readable
 from .text_parts import text_name, whole_names
 
@@ -99,25 +100,32 @@ def _same(tensor: Tensor) -> Tensor:
 # --- loading
 
 
-def load_merged(adapter: Adapter, base: Path, dtype: str, placement: str) -> tuple[Any, int]:
+def load_merged(adapter: Adapter, base: Path, dtype: str, placement: str, maps_rows: bool = False) -> tuple[Any, int]:
     """Load a base with its adapter merged; return the model, in evaluation mode, and its number of parameters.
 
     The base is read in its own dtype, so that nothing is rounded before the adapter is added.
 
-    Args:   dtype, placement: as `models.loading.load` and `placement` have them.
+    Args:   dtype, placement: as `models.loading.load` and `placement` have them. maps_rows: an embedding by layer stays
+            in its file, unless the adapter changes it.
     Raises: ModelNotFound: base or adapter cannot be read, or do not fit each other. UnsupportedModel: the base is
         quantised. SettingsError: it does not fit the memory.
     """
     check_base(adapter, base)
     with _without_adapter(base) as folder:
-        model = read_model(folder, "auto", placement, named=base)
+        if maps_rows:
+            table = mapped_table(supported_config(folder), weight_files(folder))
+            with adapter_tensors(adapter) as tensors:
+                maps_rows = table is not None and not any(f"{table.rpartition('.')[2]}." in name for name in tensors)
+        model = read_model(folder, "auto", placement, named=base, maps_rows=maps_rows)
         is_text_part = is_multimodal(folder)
     merge(model, adapter, is_text_part)
     if dtype != "auto":
         for parameter in model.parameters():
             parameter.data = parameter.data.to(getattr(torch, dtype))
+        for embedding in mapped_in(model):
+            embedding.dtype = getattr(torch, dtype)
         model.config.dtype = getattr(torch, dtype)
-    return model, sum(parameter.numel() for parameter in model.parameters())
+    return model, count_values(model)
 
 
 def merged_folder(adapter: Adapter, base: Path, on_step: OnStep = no_step) -> Path:

@@ -26,7 +26,8 @@ from .expert_checkpoints import BLOCKS, SCALES, mixtures_of, read_experts, read_
 from .families import family_of
 from .fingerprint import plain_name
 from .kernels.build import kernels
-from .saved import OnStep, ReadShare, refuse_missing, refuse_unread, supported_config
+from .mapped_rows import mapped_table, put_mapped
+from .saved import OnStep, ReadShare, refuse_missing, refuse_unread, supported_config, weight_files
 from .schemes import CONFIG_KEYS, CheckpointFormat, Scheme
 from .stored_tensors import stored_tensors
 
@@ -60,12 +61,13 @@ def load_packed(
     on_step: OnStep,
     coded: bool = True,
     for_device: bool = False,
+    maps_rows: bool = False,
 ) -> tuple[Any, int]:
     """Load a quantised checkpoint on the CPU; its quantised maps are `CodedLinear`, of 8-bit floats plain ones.
 
     Args:    dtype: as `models.loading.load`. doing: what `on_step` receives, with the share of the weights read. coded:
              False: our kernels do not compute experts on this CPU. for_device: those of a CUDA device do. Where neither
-             is so, experts are de-quantised.
+             is so, experts are de-quantised. maps_rows: an embedding by layer stays in its file.
     Returns: the model, in evaluation mode, and how many parameters it stands for.
     Raises:  ModelNotFound: tensors are missing, or are not what the config says.
     """
@@ -116,6 +118,12 @@ def load_packed(
 
         # Biases of experts come first: they go where the maps go.
         within = [f"{name}." for name in (*blocks, *(one.module for one in experts))]
+        table = mapped_table(model.config, weight_files(folder)) if maps_rows else None
+        if table is not None and (stored_table := rest.pop(f"{table}.weight", None)) is not None:
+            value = tensors.read(stored_table)
+            _refuse_other(f"{table}.weight", value, model.get_submodule(table).weight.shape, folder)
+            put_mapped(model, table, value.__getitem__, len(value), dtype_asked)
+            done([stored_table])
         first = {name: rest.pop(name) for name in list(rest) if name.startswith(tuple(within))}
         read_rest(first)
         for stored in experts:
@@ -195,13 +203,18 @@ def _quantised_maps(model: nn.Module, scheme: Scheme, own: Mapping[str, str]) ->
 def _take_rest(model: nn.Module, values: Mapping[str, Tensor], dtype: torch.dtype, folder: Path) -> None:
     shapes = {name: value.shape for name, value in model.state_dict().items()}
     for name, value in values.items():
-        # 8-bit floats would need a scale.
-        if value.shape != shapes[name] or not value.is_floating_point() or value.itemsize == 1:
-            raise ModelNotFound(
-                f"{name} in {folder} is {value.dtype} of shape {list(value.shape)}, and a model of its config.json has"
-                f" floating-point numbers of shape {list(shapes[name])} there: download or copy the model again"
-            )
+        _refuse_other(name, value, shapes[name], folder)
     model.load_state_dict({name: value.to(dtype) for name, value in values.items()}, strict=False, assign=True)
+
+
+def _refuse_other(name: str, value: Tensor, shape: torch.Size, folder: Path) -> None:
+    """Raises: ModelNotFound: a stored tensor has another shape than the config says, or is of no plain numbers."""
+    # 8-bit floats would need a scale.
+    if value.shape != shape or not value.is_floating_point() or value.itemsize == 1:
+        raise ModelNotFound(
+            f"{name} in {folder} is {value.dtype} of shape {list(value.shape)}, and a model of its config.json has"
+            f" floating-point numbers of shape {list(shape)} there: download or copy the model again"
+        )
 
 
 class _Mismatch(ValueError):

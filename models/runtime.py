@@ -105,6 +105,7 @@ class Runtime(RuntimeChecks):
         self.final_norm = submodule(hf_model, family.norm)
         self._head = submodule(hf_model, family.head)
         self._softcap = getattr(config, "final_logit_softcapping", None)
+        self.suppressed: Tensor | None = None  # Tokens that no text may have, int64 (n,).
         self._logit_scale = getattr(config, family.logit_scale or "", None)
         self._logit_divisor = getattr(config, family.logit_divisor or "", None)
         rotary = submodule(hf_model, family.rotary)
@@ -479,7 +480,8 @@ class Runtime(RuntimeChecks):
             logits = logits * self._logit_scale
         if self._logit_divisor is not None:
             logits = logits / self._logit_divisor
-        return logits if self._softcap is None else torch.tanh(logits / self._softcap) * self._softcap
+        capped = logits if self._softcap is None else torch.tanh(logits / self._softcap) * self._softcap
+        return capped if self.suppressed is None else capped.index_fill(-1, self.suppressed, -torch.inf)
 
     def _layer(self, block: Block, hidden: Residual, plans: Sequence[PassPlan], shared: SharedRows) -> Residual:
         """Run one decoder layer: each sub-layer only on rows whose layer set keeps it, in that layer set's form."""

@@ -25,6 +25,7 @@ Settings = dict[str, Any]
 ARCHITECTURES = {
     **dict.fromkeys(("mistral", "ministral", "internlm3", "iquestcoder"), "llama"),
     "gemma3_text": "gemma3",
+    "gemma4_text": "gemma4",
     "gpt_bigcode": "starcoder",
     "gpt_neox": "gptneox",
     "phi": "phi2",
@@ -233,6 +234,32 @@ def _gemma2(config: Any) -> Settings:
 def _gemma3(config: Any) -> Settings:
     cap = {"final_logit_softcapping": config.final_logit_softcapping} if config.final_logit_softcapping else {}
     return {**_usual(config), **cap, "attention.sliding_window": config.sliding_window}
+
+
+def _gemma4(config: Any) -> Settings:
+    """Gemma4Model, behind Gemma3Model: of what differs by the type of a layer, the last written counts."""
+    kinds, by_layer, inner = config.layer_types, config.per_layer_config, config.intermediate_size
+    slides = [kind == "sliding_attention" for kind in kinds]
+    in_windows, elsewhere = by_layer["sliding_attention"], by_layer["full_attention"]
+    n_own, n_shared = len(kinds) - config.num_kv_shared_layers, config.num_kv_shared_layers
+    wide = {"feed_forward_length": [inner] * n_own + [2 * inner] * n_shared} if config.use_double_wide_mlp else {}
+    n_heads = [(in_windows if slid else elsewhere).num_key_value_heads for slid in slides]
+    experts = {"expert_count": config.num_experts, "expert_used_count": config.top_k_experts}
+    return {
+        **_gemma3(config),
+        **wide,
+        **({KV_HEADS: n_heads} if config.attention_k_eq_v else {}),
+        "attention.shared_kv_layers": n_shared,
+        "embedding_length_per_layer_input": config.hidden_size_per_layer_input or 0,
+        "attention.sliding_window_pattern": slides,
+        "attention.key_length": elsewhere.head_dim,
+        "attention.value_length": elsewhere.head_dim,
+        "attention.key_length_swa": in_windows.head_dim,
+        "attention.value_length_swa": in_windows.head_dim,
+        "rope.dimension_count": elsewhere.head_dim,
+        "rope.dimension_count_swa": in_windows.head_dim,
+        **({**experts, "expert_feed_forward_length": config.moe_intermediate_size} if config.enable_moe_block else {}),
+    }
 
 
 def _phi3(config: Any) -> Settings:
@@ -602,6 +629,7 @@ _OWN: dict[str, Callable[[Any], Settings]] = {
     "gemma": _gemma,
     "gemma2": _gemma2,
     "gemma3": _gemma3,
+    "gemma4": _gemma4,
     "phi3": _phi3,
     "gpt2": _gpt2,
     "starcoder": _starcoder,
@@ -714,7 +742,9 @@ def tensors_of(model: Any, architecture: str) -> Iterator[tuple[str, Tensor]]:
             part, kind = name.rpartition(".")[2].removesuffix("_bias"), "bias" if name.endswith("_bias") else "weight"
             if architecture in ("gpt-oss", "llama4") and kind == "weight":
                 tensor = tensor.transpose(1, 2)
-            if part == "gate_up_proj":
+            if part == "gate_up_proj" and architecture == "gemma4":
+                yield f"blk.{layer[1]}.ffn_gate_up_exps.weight", tensor
+            elif part == "gate_up_proj":
                 gate, up = (tensor[:, ::2], tensor[:, 1::2]) if architecture == "gpt-oss" else tensor.chunk(2, dim=1)
                 yield f"blk.{layer[1]}.ffn_gate_exps.{kind}", gate
                 yield f"blk.{layer[1]}.ffn_up_exps.{kind}", up
@@ -728,13 +758,16 @@ def tensors_of(model: Any, architecture: str) -> Iterator[tuple[str, Tensor]]:
             yield f"blk.{layer[1]}.attn_qkv.weight", torch.cat([part.flatten(0, 1) for part in qkv])
             yield f"blk.{layer[1]}.attn_gate.weight", z.flatten(0, 1)
             continue
+        if ".router." in name and name.endswith("scale") and layer is not None:
+            yield f"blk.{layer[1]}.{'ffn_down_exps' if 'per_expert' in name else 'ffn_gate_inp'}.scale", tensor
+            continue
         if name.endswith(("e_score_correction_bias", ".expert_bias")) and layer is not None:
             yield f"blk.{layer[1]}.exp_probs_b.bias", tensor.flatten()
             continue
         if "block_sparse_moe.router." in name and layer is not None:
             yield f"blk.{layer[1]}.ffn_gate_inp.weight", tensor
             continue
-        if name.endswith(".sinks"):
+        if name.endswith((".sinks", ".layer_scalar")):
             name += ".weight"
         if "shared_mlp.input_linear" in name and layer is not None:
             gate, up = tensor.chunk(2)
@@ -752,6 +785,15 @@ def tensors_of(model: Any, architecture: str) -> Iterator[tuple[str, Tensor]]:
         place = places.get_name(name, try_suffixes=(".weight", ".bias"))
         assert place is not None, name
         yield place, tensor
+    if architecture == "gemma4":
+        yield "rope_freqs.weight", _rotated_pairs(config)
+
+
+def _rotated_pairs(config: Any) -> Tensor:
+    """Gemma4Model.generate_extra_tensors: factors of the frequencies of layers without a window."""
+    head, rotated = config.per_layer_config["full_attention"].head_dim, _rope(config)["partial_rotary_factor"]
+    n_rotated = int(head * rotated / 2)
+    return torch.tensor([1.0] * n_rotated + [1e30] * (head // 2 - n_rotated))
 
 
 def _multiplied(name: str, tensor: Tensor, config: Any) -> Tensor:

@@ -19,6 +19,9 @@ FOURTH = ["sliding_attention"] * 3 + ["full_attention"]
 THIRDS = ["linear_attention"] * 3 + ["full_attention"]
 AXES = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [3, 3, 2], "partial_rotary_factor": 1.0}
 NO_STATES = {"num_experts_per_tok": 0, "mamba_d_head": "auto"}
+# Heads of layers without a window, whose rows are whole blocks of codes.
+WHOLE_HEADS: dict[int, dict[str, int]] = {layer: {"head_dim": 128} for layer in (1, 3)}
+ONE_KEY = {layer: {**own, "num_key_value_heads": 1} for layer, own in WHOLE_HEADS.items()}
 # What a file is made of: a model of `families`, and how it differs. Names with a comma are variants of an architecture.
 FILES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
@@ -27,6 +30,9 @@ FILES: dict[str, tuple[str, dict[str, Any]]] = {
     "iquestcoder": ("iquestcoder", {}),
     "gemma": ("gemma", {}),
     "gemma2": ("gemma2", {"query_pre_attn_scalar": 16}),
+    "gemma4": ("gemma4_text", {"per_layer_config": WHOLE_HEADS}),
+    "gemma4, 31b": ("gemma4_text:31b", {"per_layer_config": ONE_KEY}),
+    "gemma4, 26b": ("gemma4_text:26b", {"per_layer_config": ONE_KEY}),
     "starcoder": ("gpt_bigcode", {}),
     "starcoder2": ("starcoder2:whole", {"use_bias": True}),
     "stablelm": ("stablelm", {}),

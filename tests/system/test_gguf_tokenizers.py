@@ -16,13 +16,13 @@ import torch
 from converted import write_gguf
 from families import tiny_model
 from tokenizers import pre_tokenizers
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, GemmaTokenizer, PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from swiftopt.core.errors import ModelNotFound, SwiftoptError, UnsupportedModel
 from swiftopt.models.gguf_model import settings_folder
 from swiftopt.models.gguf_reader import GgufFile
-from swiftopt.models.gguf_tokenizer import write_tokenizer
+from swiftopt.models.gguf_tokenizer import _merges, write_tokenizer
 from swiftopt.models.loading import load_tokenizer
 from swiftopt.models.saved import no_step
 from swiftopt.models.sources import resolve
@@ -159,6 +159,37 @@ def test_ids_of_sentencepiece_tokens_are_those_of_transformers(prefix: bool, tmp
     assert n_merged > 20 and ids[0] == 1
 
 
+@pytest.mark.parametrize("kind", [{"model": "gemma4", "pre": None}, {"model": "llama", "pre": "gemma4"}])
+def test_ids_of_gemma_4s_pieces_are_those_of_its_own_tokenizer(
+    kind: dict[str, str], tmp_path: Path, new_cache: Path
+) -> None:
+    """In llama.cpp's files and in Ollama's, whose scores mean nothing. No piece has ends of lines and other letters."""
+    settings = {**sentencepiece(), **{f"ggml.{name}": value for name, value in kind.items()}}
+    texts_of, types = settings["ggml.tokens"], settings["ggml.token_type"]
+    for number, text in enumerate(texts_of):
+        if "\n" in text and text.strip("\n"):
+            texts_of[number] = f"<unused{number}>"
+    merges = _merges(texts_of, types, settings["ggml.scores"])
+    settings |= {"ggml.merges": [" ".join(pair) for pair in merges], "ggml.scores": [0.5] * len(texts_of)}
+    ours = load_tokenizer(settings_folder(retokenized(tmp_path / "a.gguf", settings), no_step))
+    theirs = GemmaTokenizer(
+        vocab={text: number for number, text in enumerate(texts_of)},
+        merges=merges,
+        bos_token="<s>",
+        eos_token="</s>",
+        pad_token="</s>",
+        mask_token="<unk>",
+        extra_special_tokens=["<h1>"],
+    )
+    n_merged = 0
+    for text in texts():
+        ids = ours(text)["input_ids"]
+        assert ids == [1, *theirs(text, add_special_tokens=False)["input_ids"]], text
+        assert ours.decode(ids[1:]) == theirs.decode(ids[1:])
+        n_merged += len(text) > len(ids) + 5
+    assert n_merged > 20
+
+
 def pieces(settings: dict[str, Any], text: str, path: Path) -> list[str]:
     folder = path / "made"
     folder.mkdir(exist_ok=True)
@@ -266,6 +297,11 @@ BAD: dict[str, tuple[dict[str, Any], type[SwiftoptError], str]] = {
     "an unknown split": ({"ggml.pre": "kimi-k2"}, UnsupportedModel, "into words by 'kimi-k2', which is not known here"),
     "no tokens": ({"ggml.tokens": None}, ModelNotFound, "a damaged tokenizer .no tokens."),
     "no merges": ({"ggml.merges": None}, ModelNotFound, "a damaged tokenizer .no merges."),
+    "no merges of pieces": (
+        {**sentencepiece(), "ggml.model": "gemma4"},
+        ModelNotFound,
+        "a damaged tokenizer .no merges.",
+    ),
     "no scores": ({"ggml.model": "llama"}, ModelNotFound, "no score for each token"),
     "a token twice": ({"ggml.tokens": ["a"] * 97}, ModelNotFound, "the same token twice"),
     "too few types": ({"ggml.token_type": [1, 1]}, ModelNotFound, "2 types of 97 tokens"),

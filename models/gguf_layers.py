@@ -1,0 +1,76 @@
+"""Reads what a GGUF file says of layers that differ by their type, as Gemma 4's do.
+
+A setting whose name ends in _swa is that of layers with a window, and the one without this ending that of the others.
+Some settings are lists with a number for each layer.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from .gguf_reader import GgufFile
+from .gguf_values import KV_HEADS, MLP_WIDTH, PATTERN, OwnSettings
+
+SHARED = "attention.shared_kv_layers"  # How many of the last layers read another layer's keys and values.
+TOKEN_TABLE = "per_layer_token_embd.weight"  # The embedding by layer: a row for each token.
+ENCODERS = ("v.", "a.", "mm.")  # How the names of tensors begin of parts that read images and audio.
+_KEYS = re.compile(r"blk\.(\d+)\.attn_(?:k|k_norm|v)\.")  # A layer's tensors that make keys and values.
+
+
+def layers_of(file: GgufFile, settings: OwnSettings) -> dict[str, Any]:
+    """Return the config's fields for what differs by the type of a layer.
+
+    Layers without a window take their keys as values where the file has no map of values for them.
+
+    Raises: UnsupportedModel: the config has no place for a difference. ModelNotFound: a setting is missing.
+    """
+    n_layers, slides = settings.size("block_count"), settings.listed(PATTERN)
+    # Whatever a config says, transformers gives the last layer no window.
+    if not isinstance(slides, list) or len(slides) != n_layers or slides[-1]:
+        raise settings.refusal(PATTERN, slides)
+    n_shared = int(settings.number(SHARED, 0))
+    first_shared = n_layers - n_shared
+    if first_shared < 1:
+        raise settings.refusal(SHARED, n_shared)
+    inner = settings.of_layers(MLP_WIDTH, n_layers)
+    is_double = inner[-1] != inner[0]
+    if inner != [inner[0]] * first_shared + [(1 + is_double) * inner[0]] * n_shared:
+        raise settings.refusal(MLP_WIDTH, inner)
+    heads = settings.of_layers(KV_HEADS, n_layers)
+    in_windows, elsewhere = (
+        {n for n, slid in zip(heads, slides, strict=True) if bool(slid) is one} for one in (True, False)
+    )
+    own = [layer for layer in range(first_shared) if not slides[layer]]
+    keys_are_values = not any(f"blk.{layer}.attn_v.weight" in file.tensors for layer in own)
+    differ = len(in_windows | elsewhere) > 1
+    if len(in_windows) > 1 or len(elsewhere) > 1 or (differ and not keys_are_values):
+        raise settings.refusal(KV_HEADS, heads)
+    width = settings.size("attention.key_length")
+    width_in_windows = settings.size("attention.key_length_swa", width)
+    for name in ("attention.value_length_swa", "rope.dimension_count_swa"):
+        if settings.size(name, width_in_windows) != width_in_windows:
+            raise settings.refusal(name, settings.take(name))
+    table = file.tensors.get(TOKEN_TABLE)
+    return {
+        "head_dim": width_in_windows,
+        "global_head_dim": width,
+        "num_key_value_heads": (in_windows or elsewhere).pop(),
+        "attention_k_eq_v": keys_are_values,
+        "num_global_key_value_heads": elsewhere.pop() if keys_are_values and elsewhere else None,
+        "num_kv_shared_layers": n_shared,
+        "use_double_wide_mlp": is_double,
+        "enable_moe_block": bool(settings.number("expert_count", 0)),
+        **({} if table is None else {"vocab_size_per_layer_input": table.shape[0]}),
+    }
+
+
+def unused_keys(file: GgufFile, n_layers: int) -> set[str]:
+    """Return the names of tensors that make keys and values in layers that read another layer's.
+
+    Checkpoints have them, and no layer computes with them. Args: n_layers: of the model.
+    """
+    n_shared = file.own_settings().get(SHARED)
+    first = n_layers - n_shared if isinstance(n_shared, int) else n_layers
+    found = ((name, _KEYS.match(name)) for name in file.tensors)
+    return {name for name, match in found if match and first <= int(match[1]) < n_layers}
