@@ -340,7 +340,7 @@ FORMS: Mapping[str, AnswerForm] = {
     "llama 4": AnswerForm(
         models="Llama 4",
         signs=("<|header_start|>", "<|python_start|>"),
-        hidden=("<|python_start|>", "<|python_end|>"),  # Around an answer's text, behind which calls stand unmarked.
+        hidden=("<|python_start|>", "<|python_end|>"),  # Around an answer's text; calls follow it without a mark.
         calls=('{"name": "{name}"', '{"type": "function", "name": "{name}"', "[{name}("),
         body="pythonic",
         turn_ends=("<|eot|>", "<|eom|>"),

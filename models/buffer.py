@@ -159,11 +159,11 @@ class KVBuffer:
             self.coded.copy_from(other.coded, n)
 
     def places(self, n_slots: int) -> list[int]:
-        """Return behind which numbers of slots, up to `n_slots`, only states tell where a text can go on."""
+        """Return after which numbers of slots, up to `n_slots`, a text can go on; only states limit them."""
         return [] if self.states is None else self.states.places(n_slots)
 
     def saved_states(self, n_slots: int) -> bytes:
-        """Return the recurrent layers' states behind the first `n_slots` slots, one of `places`."""
+        """Return the recurrent layers' states after the first `n_slots` slots, one of `places`."""
         assert self.states is not None
         return self.states.saved(n_slots)
 

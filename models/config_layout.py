@@ -88,13 +88,13 @@ def heads_of(config: Any, layer: int = 0) -> HeadLayout:
         names = ("q_lora_rank", "kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
         sizes = LatentLayout(*(int(getattr(config, name) or 0) for name in names))
         return HeadLayout(n_heads, 1, sizes.rotary + sizes.rank, False, latent=sizes)
-    own = layer_config(config, layer)
-    width = int(getattr(own, "head_dim", None) or config.hidden_size // n_heads)
+    of_layer = layer_config(config, layer)
+    width = int(getattr(of_layer, "head_dim", None) or config.hidden_size // n_heads)
     if family.projection == "multi_query":
         is_new = getattr(config, "new_decoder_architecture", False)
         n_kv_heads = config.num_kv_heads if is_new else 1 if config.multi_query else n_heads
         return HeadLayout(n_heads, int(n_kv_heads), width, bool(is_new or not config.multi_query))
-    n_kv_heads = int(getattr(own, "num_key_value_heads", None) or n_heads)
+    n_kv_heads = int(getattr(of_layer, "num_key_value_heads", None) or n_heads)
     projected = 3
     if family.key_values and getattr(config, family.key_values) and config.layer_types[layer] != SLIDING:
         projected = 2

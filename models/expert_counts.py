@@ -18,7 +18,7 @@ from .blocks import Block
 from .rows import Pass, PassPlan
 from .transfers import uploaded
 
-PADDING, FIRST, FOLLOWING = range(3)  # Rows that only fill a pass up, first rows of sequences, and rows behind others.
+PADDING, FIRST, FOLLOWING = range(3)  # Rows that only fill a pass up, first rows of sequences, and those that follow.
 
 
 class ExpertCounter:

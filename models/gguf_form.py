@@ -20,7 +20,7 @@ class GgufForm:
     which the converter goes, where those of transformers' modules begin with "model.".
 
     Tensors. `pairs_halves`: the two halves of a rotary pair lie side by side. `adds_to_norms`: so much was added to the
-    weights of norms. `joined`: by the names of modules in a layer, the tensors they are made of, one behind the other,
+    weights of norms. `joined`: by the names of modules in a layer, the tensors they are made of, one after the other,
     where gguf does not map the name. `stacked`: by the names of lists of modules, the tensor with a row for each.
     `by_layer`: by the names of parameters in a layer, the setting, by its full name, with their values for all layers.
     Queries, keys and values are in this order in one tensor, or in three: whichever the file has. `tiled_heads`: of the

@@ -1,7 +1,7 @@
 """How llama.cpp keeps the gated delta rule of a layer in a GGUF file: its rows and columns, and its numbers.
 
 A file has the projections as our modules have them, or by key head, as checkpoints of Qwen3-Next do. Where value heads
-are tiled (`GgufForm.tiled_heads`) they lie in another order, also in the columns of the map behind them. Rows of codes
+are tiled (`GgufForm.tiled_heads`) they lie in another order, also in the columns of the map that follows. Rows of codes
 can be taken in any order. Columns cannot: a block of codes may be wider than a head, so a map of codes is told the
 order of the heads that it reads (`BlockLinear.head_order`).
 """

@@ -1,6 +1,6 @@
 """Loads a GGUF file as a model, keeping its weights in the types of the file.
 
-What transformers needs beside weights (config, tokenizer, generation config) is kept in a small folder of the cache,
+What transformers needs besides weights (config, tokenizer, generation config) is kept in a small folder of the cache,
 with links to the file and its parts. Where our kernels compute, a linear map or an embedding keeps the file's codes, on
 a GPU a map alone; elsewhere, and in float32 on a CPU, weights are de-quantised.
 """
@@ -123,7 +123,7 @@ def own_tensors(file: GgufFile) -> list[FileTensor]:
 def loaded_tensors(file: GgufFile, config: Any) -> list[FileTensor]:
     """Return the tensors of a file that the model of a config has a place for.
 
-    Others are those of parts for images and audio, of layers behind the model's own, which predict further tokens, and
+    Others are those of parts for images and audio, of layers after the model's own, which predict further tokens, and
     keys of layers that read another layer's.
     """
     n_layers = config.num_hidden_layers
@@ -349,7 +349,7 @@ class Reading:
         return tensor
 
     def _rows_of(self, part: int) -> tuple[int, int]:
-        """Return the first row of queries (0), keys (1) or values (2) in a tensor of all, and the one behind them."""
+        """Return the first row of queries (0), keys (1) or values (2) in a tensor of all, and the one after them."""
         counts = ((1 + self.heads.gated) * self.heads.n_heads, self.heads.n_kv_heads, self.heads.n_kv_heads)
         first = sum(counts[:part]) * self.heads.width
         return first, first + counts[part] * self.heads.width

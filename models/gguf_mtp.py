@@ -1,4 +1,4 @@
-"""Reads the multi-token-prediction layer of a GGUF file: one more layer behind the model's own, with `nextn.*` tensors.
+"""Reads the multi-token-prediction layer of a GGUF file: one more layer after the model's own, with `nextn.*` tensors.
 
 llama.cpp's converter names it so whatever the checkpoint's own names are.
 """
@@ -23,7 +23,7 @@ from .mtp_names import LAYER, config_of_layer
 from .quantised_checkpoints import without_weights
 from .saved import refuse_mismatched
 
-# Parts beside the decoder layer, and the model's norm, by their names in the layer of a file.
+# Parts besides the decoder layer, and the model's norm, by their names in the layer of a file.
 NORMS = {"embed_norm": "enorm", "hidden_norm": "hnorm"}
 PROJECTION, NORM = "eh_proj", "shared_head_norm"
 COPIES = ("embed_tokens", "shared_head_head")  # Of the model's own embedding and head.
@@ -36,7 +36,7 @@ def has_next_layer(file: GgufFile, n_layers: int) -> bool:
 
 
 def next_layer(file: GgufFile, config: Any, family: Family, dtype: torch.dtype, coded: bool, shared: nn.Module) -> Any:
-    """Return a model of the layer alone and the parts beside it, on the CPU.
+    """Return a model of the layer alone and the parts besides it, on the CPU.
 
     Args:   coded: maps keep the file's codes, where our kernels read them. shared: the target, for its embedding and
             head.
@@ -80,10 +80,11 @@ class _NextLayer(Reading):
         """Return the two norms, of the kind of the layer's last one, and the projection."""
         norm, parts = self.model.get_submodule(self.family.norm), nn.ModuleDict()
         for name, part in NORMS.items():
-            own: Any = deepcopy(norm)
-            tensor = self._beside(part, tuple(own.weight.shape))
-            own.weight = nn.Parameter((numbers(tensor) - self.form.adds_to_norms).to(self.dtype), requires_grad=False)
-            parts[name] = own
+            copied: Any = deepcopy(norm)
+            tensor = self._beside(part, tuple(copied.weight.shape))
+            weight = numbers(tensor) - self.form.adds_to_norms
+            copied.weight = nn.Parameter(weight.to(self.dtype), requires_grad=False)
+            parts[name] = copied
         size = int(self.model.config.hidden_size)
         tensor = self._beside(PROJECTION, (size, 2 * size))
         if self.kernels is not None and tensor.kind in forms(self.kernels):
@@ -94,7 +95,7 @@ class _NextLayer(Reading):
         return parts.eval().requires_grad_(False)
 
     def _beside(self, part: str, shape: tuple[int, ...]) -> FileTensor:
-        """Return a tensor beside the layer. Raises: ModelNotFound: it is of another shape."""
+        """Return a tensor besides the layer's own. Raises: ModelNotFound: it is of another shape."""
         tensor = self.file.tensors[_name(self.first_layer, part)]
         if tensor.shape != shape:
             refuse_mismatched([(tensor.name, tensor.shape, shape)], self.file.path, "its settings")

@@ -98,7 +98,7 @@ def packed_arrays(
     """Pack a file's tensor (out, in).
 
     Args:   order: (out,), the row of the tensor for each output. release: called with each part of the tensor that is
-            packed, so that little of the file is in memory beside its packed copy. threads: how many pack a part.
+            packed, so that little of the file is in memory besides its packed copy. threads: how many pack a part.
     Raises: MemoryError: there is too little memory.
     """
     form, (n_out, n_in) = forms(kernels)[tensor.kind], tensor.shape

@@ -211,7 +211,7 @@ class GgufFile:
     def refuse_changed(self) -> None:
         """Raises: ModelNotFound: a part was cut or written to since it was mapped.
 
-        Reading behind a file's new end would kill the process (SIGBUS). A part that was removed or replaced by another
+        Reading past a file's new end would kill the process (SIGBUS). A part that was removed or replaced by another
         file stays as it was while it is mapped.
         """
         for path, state in self._states.items():

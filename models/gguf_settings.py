@@ -47,7 +47,7 @@ FIELDS = {
 }
 NEEDED = tuple(FIELDS)[:5]
 COUNTS = {"leading_dense_block_count": 0}  # Settings of which 0 is a value, as it is where a file has none.
-NEXT_LAYERS = "nextn_predict_layers"  # How many layers behind the model's own predict further tokens.
+NEXT_LAYERS = "nextn_predict_layers"  # How many layers after the model's own predict further tokens.
 LAYER_NUMBER = re.compile(r"^blk\.\d+\.")  # How the names of a layer's tensors begin.
 IDS = {
     "bos_token_id": "tokenizer.ggml.bos_token_id",
@@ -357,7 +357,7 @@ def _factors(file: GgufFile, name: str, width: int) -> list[float]:
 def _windows(settings: OwnSettings, family: Family, form: GgufForm, n_layers: int, n_further: int) -> dict[str, Any]:
     """Return the window and, where it differs by layer, the layers' types; without one all see everything before.
 
-    Args: n_further: layers of a file behind the model's own.
+    Args: n_further: layers of a file after the model's own.
     """
     if family.sliding == "none":
         return {}

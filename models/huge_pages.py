@@ -1,7 +1,7 @@
 """Moves weights to huge pages while a model runs: passes then wait less often for the processor to look up an address.
 
 Weights are packed into small pages, because a virtual machine takes several times as long to fill huge ones the first
-time, or they are mapped files. A thread moves them afterwards, a page at a time, beside the passes: it collapses small
+time, or they are mapped files. A thread moves them afterwards, a page at a time, while passes run: it collapses small
 pages (Linux's `MADV_COLLAPSE`), and puts copies in the place of a mapped file's. Addresses and bytes stay the same, so
 that nobody else has to know.
 """
@@ -188,7 +188,7 @@ def _start(tensor: Tensor) -> int:
 
 
 def _end(tensor: Tensor) -> int:
-    """Return the address behind a tensor's last value; of one with gaps the last value that it has there."""
+    """Return the address after a tensor's last value; of one with gaps the last value that it has there."""
     steps = zip(tensor.shape, tensor.stride(), strict=True)
     return tensor.data_ptr() + tensor.element_size() * (1 + sum((n - 1) * step for n, step in steps))
 

@@ -87,8 +87,8 @@ class LayerEnding:
             assert inputs is not None
             inner = self.activation(self.gate(states))
             width = inner.shape[-1]
-            own = inputs[:, self.index * width : (self.index + 1) * width].to(inner.device)
-            states = states + self.after(self.out(inner * own))
+            vectors = inputs[:, self.index * width : (self.index + 1) * width].to(inner.device)
+            states = states + self.after(self.out(inner * vectors))
         return states if self.scale is None else states * self.scale
 
 

@@ -1,6 +1,6 @@
 """Recurrent states of a sequence; `state_rules.py` has the rules by which rows change them.
 
-A state lies at its root, behind committed text only. The rows of a pass are computed from there and leave it as it is:
+A state lies at its root, after committed text only. The rows of a pass are computed from there and leave it as it is:
 of the latest rows the inputs are kept, and when rows have been accepted, the next pass through a layer takes theirs
 into its state, in their order and by the same operations. So a rejected row leaves no trace, and a state's bits do not
 depend on how its text was cut into passes.
@@ -38,10 +38,10 @@ def state_bytes(forms: Sequence[StateForm], dtype: torch.dtype, n_rows: int, lag
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Snapshot:
-    """What another sequence needs to go on behind the first `end` slots of a text, by layer.
+    """What another sequence needs to go on after the first `end` slots of a text, by layer.
 
     `states`: (n, heads, key_width, value_width), the newest first, and `roots`, int32 (n,): the slots that each is
-    behind. `inputs`: of the last slots before `end`, oldest first, as many as bring the oldest state there.
+    after. `inputs`: of the last slots before `end`, oldest first, as many as bring the oldest state there.
     """
 
     end: int
@@ -82,7 +82,7 @@ class _Move(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class _Moves:
-    """What brings the older state to its root, and then the newest to its own and rows behind it; the roots then.
+    """What brings the older state to its root, and then the newest to its own and rows after it; the roots then.
 
     `kept`: places in the ring of the last rows' inputs; none where a row does not see the text. By device: `places`,
     int64 (n,), are these, and `tables` are the moves as kernels read them.
@@ -104,7 +104,7 @@ class RecurrentStates:
     `inputs`: (n_kept, n_inputs), a ring: those of slot s at s % n_kept. Slots before `committed` hold text: the next
     pass through a layer brings its root there.
 
-    Args: devices: of the layers that have states. n_rows: most rows that a pass has behind committed text.
+    Args: devices: of the layers that have states. n_rows: most rows that a pass has after committed text.
     """
 
     def __init__(
@@ -151,7 +151,7 @@ class RecurrentStates:
         self.committed = n_slots
 
     def begin_at(self, n_slots: int) -> None:
-        """Take the states as they are for those behind so many slots, as measurements do."""
+        """Take the states as they are for those after so many slots, as measurements do."""
         self.committed = n_slots
         self.roots[:] = n_slots
 
@@ -175,7 +175,7 @@ class RecurrentStates:
         return [new_inputs[one] if one in new_inputs else self.inputs[layer][one % self.n_kept] for one in slots]
 
     def _last_slots(self, slot: int, base: int, path: Sequence[int]) -> list[int]:
-        """Return the slots of the last tokens up to one, which comes behind the text before `base` and a path."""
+        """Return the slots of the last tokens up to one, which comes after the text before `base` and a path."""
         return [*range(max(0, base - self.form.n_taps), base), *path, slot][-self.form.n_taps :]
 
     def _sees_text(self, rows: StateRows, row: int) -> bool:
@@ -290,13 +290,13 @@ class RecurrentStates:
     # -- Going on from an earlier place --------------------------------------------------------------------------------
 
     def reachable(self, n_slots: int) -> int:
-        """Return behind how many of the first `n_slots` slots another sequence can go on: of a snapshot, or all."""
+        """Return after how many of the first `n_slots` slots another sequence can go on: of a snapshot, or all."""
         if self._newest_root <= n_slots:
             return min(n_slots, self.committed)
         return max((snapshot.end for snapshot in self.snapshots if snapshot.end <= n_slots), default=0)
 
     def places(self, n_slots: int) -> list[int]:
-        """Return all numbers of slots, up to `n_slots`, behind which another sequence can go on."""
+        """Return all numbers of slots, up to `n_slots`, after which another sequence can go on."""
         ends = {snapshot.end for snapshot in self.snapshots if snapshot.end <= n_slots}
         return sorted(ends | {self.reachable(n_slots)} - {0})
 
@@ -305,7 +305,7 @@ class RecurrentStates:
         return max((int(self.roots[layer, 0]) for layer in self.states), default=0)
 
     def take_snapshot(self) -> None:
-        """Keep a copy of the states; they are at one root, behind text alone."""
+        """Keep a copy of the states; they are at one root, after text alone."""
         end = self.committed
         is_whole = all(int(self.roots[layer, 0]) == end for layer in self.states)
         if self.keeps_snapshots and is_whole and end not in (0, *(snapshot.end for snapshot in self.snapshots)):
@@ -331,13 +331,13 @@ class RecurrentStates:
         return max(0, int(roots[-1]) - self.form.n_taps + 1)
 
     def at(self, n_slots: int) -> Snapshot:
-        """Return what is behind the first `n_slots` slots, a number that is `reachable`; states are not copied."""
+        """Return what is after the first `n_slots` slots, a number that is `reachable`; states are not copied."""
         if self._newest_root <= n_slots:
             return self._snapshot(n_slots, self.states)
         return next(snapshot for snapshot in self.snapshots if snapshot.end == n_slots)
 
     def copy_from(self, other: RecurrentStates, n_slots: int) -> None:
-        """Take what another sequence has behind its first `n_slots` slots, a number that it says is `reachable`."""
+        """Take what another sequence has after its first `n_slots` slots, a number that it says is `reachable`."""
         self.go_on_from(other.at(n_slots))
         self.snapshots = [snapshot for snapshot in other.snapshots if snapshot.end <= n_slots]
 
@@ -365,7 +365,7 @@ class RecurrentStates:
     # -- States on disk -----------------------------------------------------------------------------------------------
 
     def saved(self, n_slots: int) -> bytes:
-        """Return the newest states behind the first `n_slots` slots, a number that is `reachable`, for `restore`."""
+        """Return the newest states after the first `n_slots` slots, a number that is `reachable`, for `restore`."""
         snapshot, parts = self.at(n_slots), list[bytes]()
         for layer, states in snapshot.states.items():
             root = snapshot.roots[layer][:1]
@@ -386,19 +386,19 @@ class RecurrentStates:
             n_bytes = math.prod(shape) * like.element_size()
             part, place = saved[place : place + n_bytes].copy(), place + n_bytes
             if len(part) < n_bytes:
-                raise ValueError(f"states behind {n_slots} slots are cut short")
+                raise ValueError(f"states after {n_slots} slots are cut short")
             return torch.from_numpy(part).view(like.dtype).view(shape)
 
         states, roots, inputs = dict[int, Tensor](), dict[int, Tensor](), dict[int, Tensor]()
         for layer, state in self.states.items():
             roots[layer] = take(self.roots, 1)
             if not 0 <= int(roots[layer]) <= n_slots:
-                raise ValueError(f"states behind {n_slots} slots have the root {int(roots[layer])}")
+                raise ValueError(f"states after {n_slots} slots have the root {int(roots[layer])}")
             states[layer] = take(state, 1, *state.shape[1:]).to(state.device)
             n_rows = n_slots - self._first_input(roots[layer])
             inputs[layer] = take(self.inputs[layer], n_rows, *self.inputs[layer].shape[1:]).to(state.device)
         if place != len(saved):
-            raise ValueError(f"states behind {n_slots} slots have {len(saved) - place} bytes too many")
+            raise ValueError(f"states after {n_slots} slots have {len(saved) - place} bytes too many")
         snapshot = Snapshot(n_slots, states, roots, inputs)
         self.go_on_from(snapshot)
         if self.keeps_snapshots and all(int(root) == n_slots for root in roots.values()):

@@ -194,8 +194,8 @@ def _in_order(x: Tensor, orders: Tensor, experts: Tensor) -> tuple[Tensor, Tenso
 
     Args: x: (rows, in). experts: (rows, chosen).
     """
-    own = experts.flatten().long()
-    return x.repeat_interleave(experts.shape[1], dim=0).gather(1, orders[own]), experts.view(-1, 1)
+    chosen = experts.flatten().long()
+    return x.repeat_interleave(experts.shape[1], dim=0).gather(1, orders[chosen]), experts.view(-1, 1)
 
 
 def _gate(runtime: Runtime, experts: Any, named: Experts) -> Callable[[Tensor], Tensor]:

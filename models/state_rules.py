@@ -20,7 +20,7 @@ MOST_VALUES = 128  # Most values of a head of `ValueSteps`.
 class StateForm(NamedTuple):
     """Sizes of a layer's recurrence; several of its heads share a key head.
 
-    `n_numbers`: of each head in a row's inputs, beside queries, keys and values. `convolves_keys`: 1: queries
+    `n_numbers`: of each head in a row's inputs, besides queries, keys and values. `convolves_keys`: 1: queries
     and keys go through the convolution, as values do; 0: values alone do. `n_low`: values of the step of low rank that
     the inputs then end with.
     """
@@ -55,7 +55,7 @@ class StateRule:
     """A rule by which a layer's rows change its state, with a short convolution before it.
 
     `taps`: (n_convolved, n_taps), the newest token's last, in the order of an update's inputs: queries, keys, values;
-    or values alone, behind which queries and keys lie.
+    or values alone, after which queries and keys lie.
     `taps_bias`: (n_convolved,) or None. `log_decay`, `step_bias`: (heads,), the module's A_log and dt_bias.
     `input_order`, `gate_order`: int64, where inputs and gates lie in the projections' outputs. `norm_width`: values
     that share a mean square in the norm of what heads read. `out_scale`: what the layer gives is multiplied by it.
@@ -304,7 +304,7 @@ class ValueSteps(StateRule):
         return cls(form, *taps, decay, step_bias, *orders, width, skip, *maps)
 
     def selected(self, tails: Tensor) -> Tensor:
-        """Return what a row's inputs have behind its values: (rows, n_inputs - n_convolved).
+        """Return what a row's inputs have after its values: (rows, n_inputs - n_convolved).
 
         Args: tails: (rows, n_taps, n_convolved), the values of each row's last tokens; zeros before the text.
         """

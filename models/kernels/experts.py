@@ -35,7 +35,7 @@ def stack_map(weight: Tensor, bias: Tensor | None = None) -> layout.Map:
 
 
 def _maps_in(packed: PackedMaps, n_maps: int, n_out: int) -> list[layout.Map]:
-    """Describe the maps of `n_out` outputs that lie one behind the other in packed weights, in whole blocks each."""
+    """Describe the maps of `n_out` outputs that lie one after the other in packed weights, in whole blocks each."""
     assert packed.group is not None
     codes, scales = (torch.tensor_split(tensor, n_maps) for tensor in (packed.codes, packed.scales))
     form = packed.n_in, n_out, packed.bits, packed.group, layout.ZERO_VALUES

@@ -27,7 +27,7 @@ READ = "memory read"
 def measured() -> Speeds:
     """The speed of each way: the levels of our kernels that are compiled, torch's own and oneDNN's; and of reading.
 
-    Measured in turns, in bfloat16, and kept for `preferred`; beside other programs only where none were kept before.
+    Measured in turns, in bfloat16, and kept for `preferred`; while other programs run only where none were kept before.
     """
     import torch
 

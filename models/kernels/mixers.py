@@ -44,7 +44,7 @@ def sequence_of(pass_: Pass, seen: Tensor | None) -> layout.Sequence:
 def convolution_of(
     block: Block, conv: Any, norms: Sequence[layout.Norm], maps: Sequence[layout.Map], keep: Keep
 ) -> layout.Convolution:
-    """Describe a gated short convolution. Args: norms: before and behind it. maps: into it and out of it."""
+    """Describe a gated short convolution. Args: norms: before and after it. maps: into it and out of it."""
     if block.n_taps > MOST_TAPS or conv.weight.shape != (maps[1].n_in, 1, block.n_taps):
         raise Unsupported(f"a convolution of {tuple(conv.weight.shape)} is computed by torch")
     bias = keep(None if conv.bias is None else conv.bias.detach().float())

@@ -167,7 +167,7 @@ class NativePasses:
         return linear(self.kernels, self._model.head_of(name), hidden, index, self._model.norm if normed else None)
 
     def mapped(self, x: Tensor, module: Any) -> Tensor:
-        """Apply a linear map beside the layers to `x` (rows, n_in)."""
+        """Apply a linear map outside of the layers to `x` (rows, n_in)."""
         self._check(x)
         return linear(self.kernels, self._model.map_of(module), x.contiguous())
 
