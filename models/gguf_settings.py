@@ -77,6 +77,7 @@ def config_of(file: GgufFile) -> dict[str, Any]:
     # Models that have experts in all layers may have no other MLP.
     usual = {MLP_WIDTH: file.own_settings().get("expert_feed_forward_length")}
     needed = NEEDED if form.ignored.keys().isdisjoint(NEEDED) else [name for name in NEEDED if name not in form.ignored]
+    check_values({FIELDS["block_count"]: settings.size("block_count")}, file.path)  # Before lists of this length.
     # Layers that predict further tokens come last, and are counted with the others.
     n_further = min(int(settings.number(NEXT_LAYERS, 0)), settings.size("block_count") - 1)
     n_layers = settings.size("block_count") - n_further

@@ -103,8 +103,7 @@ class Runtime(RuntimeChecks):
         self._positions = submodule(hf_model, family.positions)
         self._first_position = int(getattr(self._positions, "offset", 0))  # OPT's table begins with two rows of no use.
         self.final_norm = submodule(hf_model, family.norm)
-        self._head = submodule(hf_model, family.head)
-        self._softcap = getattr(config, "final_logit_softcapping", None)
+        self._head, self._softcap = submodule(hf_model, family.head), getattr(config, "final_logit_softcapping", None)
         self.suppressed: Tensor | None = None  # Tokens that no text may have, int64 (n,).
         self._logit_scale = getattr(config, family.logit_scale or "", None)
         self._logit_divisor = getattr(config, family.logit_divisor or "", None)

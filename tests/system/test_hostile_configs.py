@@ -157,7 +157,10 @@ def test_values_in_values_without_end_are_refused(tmp_path: Path) -> None:
         load(str(tmp_path))
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt2"])
+BY_LAYER = [[1, 2, 3, 4], [0] * 4, [1 << 40] * 4, [True, "a", 1.5, -1], [[4]] * 4]
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt2", "gemma4_text", "gemma4_text:31b"])
 def test_each_setting_of_a_gguf_file_may_be_anything(family: str, tmp_path: Path) -> None:
     model = tiny_model(family, torch.float32)
     file = GgufFile(write_gguf(tmp_path / "tiny.gguf", model))
@@ -165,7 +168,7 @@ def test_each_setting_of_a_gguf_file_may_be_anything(family: str, tmp_path: Path
     assert len(own) >= 6
     n_refused = 0
     for key, usual in own.items():
-        for value in HOSTILE:
+        for value in [*HOSTILE, *BY_LAYER]:
             file.settings[key] = value
             with limited():
                 try:
