@@ -65,10 +65,10 @@ def copy_times(runtime: Runtime, context: int, repeats: int) -> dict[str, Any]:
     c = {way: round(medians[way][0] / medians["target"][0], 3) for way in ways}
     click.echo(
         f"{context} slots, {max(0, n_slots)} in 4 bits: "
-        + ", ".join(f"{way} {own[0]:.1f} ms" for way, own in medians.items())
+        + ", ".join(f"{way} {times[0]:.1f} ms" for way, times in medians.items())
     )
-    own = {"context": context, "coded": max(0, n_slots), "coding_s": round(coding_s, 3)}
-    return {**own, "ms": medians, "c": c}
+    copies = {"coded": max(0, n_slots), "coding_s": round(coding_s, 3)}
+    return {"context": context, **copies, "ms": medians, "c": c}
 
 
 if __name__ == "__main__":

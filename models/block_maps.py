@@ -65,11 +65,11 @@ class PackedBlocks:
 
     def _moved(self, outputs: Tensor) -> Tensor:
         """As `numbers`, computed on the CPU from the blocks of these outputs: no pass wants weights from a device."""
-        blocks, own = torch.unique(outputs // ROWS, return_inverse=True)
+        blocks, block_of = torch.unique(outputs // ROWS, return_inverse=True)
         at = blocks.to(self.codes.device)
         codes, scales = self.codes[at].cpu(), self.scales[at].cpu()
         here = replace(self, codes=codes, scales=scales, n_out=len(blocks) * ROWS)
-        return here.numbers(own * ROWS + outputs % ROWS).to(self.codes.device)
+        return here.numbers(block_of * ROWS + outputs % ROWS).to(self.codes.device)
 
 
 def packed_blocks(

@@ -67,8 +67,8 @@ class SlotCoding:
 
         Args: heads: the number of key heads and their width, of each layer whose rows see all slots before their own.
         """
-        found = {layer: unit_of(kernels, heads[layer][1]) for layer in sources if layer in heads}
-        units = {layer: unit for layer, unit in found.items() if unit.n_bytes}
+        possible = {layer: unit_of(kernels, heads[layer][1]) for layer in sources if layer in heads}
+        units = {layer: unit for layer, unit in possible.items() if unit.n_bytes}
         if not units:
             return None
         n_values = sum(2 * heads[layer][0] * heads[layer][1] for layer in units)

@@ -41,8 +41,8 @@ def layers_of(file: GgufFile, settings: OwnSettings) -> dict[str, Any]:
     in_windows, elsewhere = (
         {n for n, slid in zip(heads, slides, strict=True) if bool(slid) is one} for one in (True, False)
     )
-    own = [layer for layer in range(first_shared) if not slides[layer]]
-    keys_are_values = not any(f"blk.{layer}.attn_v.weight" in file.tensors for layer in own)
+    with_keys = [layer for layer in range(first_shared) if not slides[layer]]
+    keys_are_values = not any(f"blk.{layer}.attn_v.weight" in file.tensors for layer in with_keys)
     differ = len(in_windows | elsewhere) > 1
     if len(in_windows) > 1 or len(elsewhere) > 1 or (differ and not keys_are_values):
         raise settings.refusal(KV_HEADS, heads)
@@ -72,5 +72,5 @@ def unused_keys(file: GgufFile, n_layers: int) -> set[str]:
     """
     n_shared = file.own_settings().get(SHARED)
     first = n_layers - n_shared if isinstance(n_shared, int) else n_layers
-    found = ((name, _KEYS.match(name)) for name in file.tensors)
-    return {name for name, match in found if match and first <= int(match[1]) < n_layers}
+    matches = ((name, _KEYS.match(name)) for name in file.tensors)
+    return {name for name, match in matches if match and first <= int(match[1]) < n_layers}

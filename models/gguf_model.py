@@ -357,7 +357,7 @@ class Reading:
     def _scale(self, tensor: FileTensor) -> Tensor | None:
         """Return what all values of a tensor are to be multiplied by, which some files have in a tensor of its own."""
         name = f"{tensor.name.removesuffix('.weight')}.scale"
-        if name.endswith(tuple(f".{own}" for own in self.form.parameters.values())):
+        if name.endswith(tuple(f".{leaf}" for leaf in self.form.parameters.values())):
             return None
         scale = self._found(name)
         if scale is None or not tensor.name.endswith(".weight"):

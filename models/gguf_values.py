@@ -68,12 +68,12 @@ class OwnSettings:
         given = self._given.get(name)
         if not isinstance(given, list):
             return [False] * n_layers
-        own = given[:n_layers]
-        others = [value for value in own if value]
+        by_layer = given[:n_layers]
+        others = [value for value in by_layer if value]
         if len(given) not in (n_layers, n_layers + n_further) or not others:
             raise self.refusal(name, given)
         self._given[name] = others
-        return [not value for value in own]
+        return [not value for value in by_layer]
 
     def listed(self, name: str) -> Any:
         """Return a setting as the file has it: a list also where all layers share a value."""

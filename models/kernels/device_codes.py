@@ -57,13 +57,13 @@ if importlib.util.find_spec("triton") is not None:
             n_own: tl.constexpr = 256 // GROUP
             begun = group // n_own * (numbers * (2 + n_own))
             halves = shared + (blocks.to(tl.int64) * (step // 2))[:, None] + begun // 2 + sixteen
-            own = line + begun + 2 * numbers + group % n_own * numbers + sixteen
+            numbers_at = line + begun + 2 * numbers + group % n_own * numbers + sixteen
             scale = tl.load(halves, mask=is_read, other=0.0).to(tl.float32)
-            scale *= tl.load(own, mask=is_read, other=0).to(tl.float32)
+            scale *= tl.load(numbers_at, mask=is_read, other=0).to(tl.float32)
             zero = scale
             if SCALES == SUPER_PAIRS:
                 zero = tl.load(halves + 16, mask=is_read, other=0.0).to(tl.float32)
-                zero *= -tl.load(own + 16, mask=is_read, other=0).to(tl.float32)
+                zero *= -tl.load(numbers_at + 16, mask=is_read, other=0).to(tl.float32)
         elif SCALES == CENTRED:
             scale = tl.load(line + group * 16 + sixteen, mask=is_read, other=0.0).to(tl.float32)
             zero = scale

@@ -55,10 +55,10 @@ if importlib.util.find_spec("triton") is not None:
         first = tl.where(is_key, part * key_width, 2 * n_key_heads * key_width + head * value_width)
         at = tl.arange(0, WIDTH)
         mask = at < tl.where(is_key, key_width, value_width)
-        own = table + move * (N_FIELDS + N_TAPS) + N_FIELDS
+        places = table + move * (N_FIELDS + N_TAPS) + N_FIELDS
         mixed = tl.zeros((WIDTH,), dtype=tl.float32)
         for tap in tl.static_range(N_TAPS):
-            place = tl.load(own + tap)
+            place = tl.load(places + tap)
             is_new = place < n_new
             from_new = tl.load(new + place * n_inputs + first + at, mask=mask & is_new & (place >= 0), other=0.0)
             from_ring = tl.load(ring + (place - n_new) * n_inputs + first + at, mask=mask & (is_new == 0), other=0.0)
@@ -75,7 +75,7 @@ if importlib.util.find_spec("triton") is not None:
             mixed = tl.where(is_key, unit, mixed)
         update = updates + move * (2 * n_key_heads * key_width + n_heads * (value_width + 2))
         tl.store(update + first + at, mixed, mask=mask)
-        place = tl.load(own + N_TAPS - 1)
+        place = tl.load(places + N_TAPS - 1)
         is_new = place < n_new
         number = n_convolved + tl.maximum(head, 0)
         if CORRECTS:
@@ -118,8 +118,8 @@ if importlib.util.find_spec("triton") is not None:
         state = stays_at
         move = tl.program_id(0).to(tl.int64) * 0
         while move < n_moves:
-            own = table + move * (N_FIELDS + N_TAPS)
-            begins, row, stays = tl.load(own), tl.load(own + 1), tl.load(own + 2)
+            fields = table + move * (N_FIELDS + N_TAPS)
+            begins, row, stays = tl.load(fields), tl.load(fields + 1), tl.load(fields + 2)
             if begins == 0:
                 state = stays_at
             if begins == 1:
