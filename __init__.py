@@ -17,7 +17,7 @@ if "torch" not in sys.modules:
 _EXPORTS = {
     "Client": "client",
     "Completion": "core.types",
-    "LayerSet": "core.types",
+    "LayerSet": "core.layer_sets",
     "LayerSetRecord": "core.records",
     "Prompt": "core.types",
     "Sampling": "core.types",
@@ -64,10 +64,11 @@ __all__ = [
 if TYPE_CHECKING:
     from .client import Client
     from .core.errors import SwiftoptError
+    from .core.layer_sets import LayerSet
     from .core.records import LayerSetRecord
     from .core.requests import TuneRequest
     from .core.settings import SwiftSettings, TuningSettings
-    from .core.types import Completion, LayerSet, Prompt, Sampling
+    from .core.types import Completion, Prompt, Sampling
     from .decoding.transformers_hook import custom_generate
     from .models.runtime import Runtime
     from .models.sources import model_folder

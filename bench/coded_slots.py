@@ -13,7 +13,7 @@ from typing import Any
 import click
 import torch
 
-from ..core.types import LayerSet
+from ..core.layer_sets import LayerSet
 from ..decoding.draft_models import SkippedTarget
 from ..models.costs import machine_name
 from ..models.loading import load

@@ -25,9 +25,10 @@ from transformers import LlamaConfig
 
 from ..core.costs import CostProfile, expected_of
 from ..core.errors import SwiftoptError
+from ..core.layer_sets import LayerSet, n_skipped_for
 from ..core.requests import Speed
 from ..core.settings import STORED, SwiftSettings
-from ..core.types import Completion, LayerSet, Sampling, n_skipped_for
+from ..core.types import Completion, Sampling
 from ..decoding.context import Ending, TokenRule
 from ..decoding.engine import side_by_side
 from ..decoding.loop import decode, decoding

@@ -32,10 +32,11 @@ import click
 import torch
 
 from ..core.errors import SwiftoptError
+from ..core.layer_sets import LayerSet, n_skipped_for, searchable
 from ..core.records import LayerSetRecord
 from ..core.settings import SwiftSettings
 from ..core.streams import read_stream
-from ..core.types import LayerSet, Sampling, n_skipped_for, searchable
+from ..core.types import Sampling
 from ..decoding.context import Context, Ending, TokenRule
 from ..decoding.engine import alone
 from ..decoding.loop import decode

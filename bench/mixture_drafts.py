@@ -23,9 +23,10 @@ import torch
 
 from ..core.costs import CostProfile, ExpertCosts, distinct_experts
 from ..core.errors import InvalidInput
+from ..core.layer_sets import LayerSet
 from ..core.settings import SwiftSettings
 from ..core.streams import read_stream
-from ..core.types import LayerSet, Prompt, Sampling
+from ..core.types import Prompt, Sampling
 from ..decoding.draft_models import SkippedTarget
 from ..decoding.engine import alone, side_by_side
 from ..decoding.events import Prefilled, Round, Turn

@@ -24,10 +24,11 @@ from typing import Any
 import torch
 
 from ..core.costs import SMALLEST_BUCKET, CostProfile
+from ..core.layer_sets import LayerSet, n_skipped_for, searchable
 from ..core.records import LayerSetRecord
 from ..core.settings import SwiftSettings
 from ..core.streams import read_stream
-from ..core.types import LayerSet, Prompt, Sampling, n_skipped_for, n_turns, searchable
+from ..core.types import Prompt, Sampling, n_turns
 from ..decoding.methods import PLAIN, Method, Resources, build, swift
 from ..decoding.methods.adaptive import AdaptiveSettings
 from ..decoding.session import Session, hf_generate, turn_of

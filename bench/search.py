@@ -23,11 +23,12 @@ from rich.table import Table
 
 from ..core.costs import CostProfile, context_bucket
 from ..core.errors import InvalidInput, NotFound
+from ..core.layer_sets import LayerSet
 from ..core.requests import GenerateRequest
 from ..core.serialization import Record
 from ..core.settings import SwiftSettings
 from ..core.streams import read_stream
-from ..core.types import LayerSet, Prompt, Sampling
+from ..core.types import Prompt, Sampling
 from ..decoding.context import Context
 from ..decoding.engine import alone
 from ..decoding.events import Round

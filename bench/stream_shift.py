@@ -15,10 +15,11 @@ from rich.table import Table
 from ..core.costs import CostProfile, expected_of
 from ..core.errors import InvalidInput
 from ..core.events import PromptFinished, StreamShifted, TrialsDone, event_line
+from ..core.layer_sets import LayerSet
 from ..core.requests import GenerateRequest
 from ..core.settings import SwiftSettings, TuningSettings
 from ..core.streams import read_stream
-from ..core.types import Completion, LayerSet, Prompt, Sampling
+from ..core.types import Completion, Prompt, Sampling
 from ..decoding.draft_models import SkippedTarget
 from ..decoding.session import Session
 from ..decoding.work import exhaust

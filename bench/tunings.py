@@ -13,8 +13,9 @@ from typing import Any
 
 from ..core.costs import CostProfile
 from ..core.events import Event, FormatTried, Progress, PromptFinished, TrialsDone
+from ..core.layer_sets import LayerSet
 from ..core.settings import FORMATS, SwiftSettings, TuningSettings, preset_of
-from ..core.types import LayerSet, Prompt
+from ..core.types import Prompt
 from ..decoding.draft_models import SkippedTarget
 from ..decoding.methods import PLAIN, Method
 from ..decoding.session import Session

@@ -6,9 +6,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Literal, NamedTuple, Protocol, Self, get_args
 
+from .layer_sets import Kind, LayerSet
 from .serialization import BY_NUMBER, Record
 from .settings import STORED
-from .types import WHERE_ANY, Completion, Kind, LayerSet
+from .types import WHERE_ANY, Completion
 
 SMALLEST_BUCKET = 256  # Smallest context length, in tokens, for which costs are measured.
 

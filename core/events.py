@@ -9,10 +9,11 @@ from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from .costs import Quality
 from .errors import StoreError, SwiftoptError
+from .layer_sets import LayerSet
 from .records import LayerSetRecord
 from .serialization import Figure, Form, Record, kinds_by_name
 from .settings import Branching
-from .types import Completion, LayerSet, Prompt, Timings, Trial, Verdict, VerdictWord
+from .types import Completion, Prompt, Timings, Trial, Verdict, VerdictWord
 
 JobState = Literal["queued", "running", "paused", "succeeded", "failed", "cancelled"]
 Phase = Literal["load", "profile", "accumulate", "optimise", "accelerate", "verdict"]

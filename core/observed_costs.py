@@ -16,8 +16,8 @@ from typing import TypeVar
 
 from .context_costs import RowShare, deepened
 from .costs import CostProfile, ExpertCosts, ExpertCounts, Quality, context_bucket, distinct_experts, interpolate
+from .layer_sets import LayerSet
 from .settings import STORED
-from .types import LayerSet
 
 # Effective number of one-row passes averaged in the base time; few, so that it follows changes in machine speed.
 MAX_BASE_WEIGHT = 16

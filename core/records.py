@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from .errors import FileNotFound, InvalidInput, LayerSetError, StoreError
+from .layer_sets import LayerSet
 from .serialization import Figure, Record
 from .settings import STORED
-from .types import DEFAULT_TASK, NOT_WRITTEN, LayerSet, VerdictWord, check_task
+from .types import DEFAULT_TASK, NOT_WRITTEN, VerdictWord, check_task
 
 LearnedKind = Literal["heads", "probe"]
 # A mean hidden state, scaled to length 1; shape (hidden_size,).

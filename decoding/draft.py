@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from ..core.types import LayerSet, TokenSource
+    from ..core.layer_sets import LayerSet
+    from ..core.types import TokenSource
     from ..models.buffer import KVBuffer
     from ..models.coded_slots import SlotCoding
     from ..models.rows import Rows

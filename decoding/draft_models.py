@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core.types import LayerSet
+from ..core.layer_sets import LayerSet
 from ..models.buffer import KVBuffer
 from ..models.coded_slots import SlotCoding
 from ..models.rows import Pass, PassKind

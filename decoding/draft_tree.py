@@ -11,7 +11,7 @@ from ..core.errors import ShapeError
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from ..core.types import LayerSet
+    from ..core.layer_sets import LayerSet
     from ..models.rows import Rows
 
 UNKNOWN = -1  # Placeholder for a token that has not been read from the device yet.

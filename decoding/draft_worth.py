@@ -9,7 +9,7 @@ from functools import cache
 from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
-from ..core.types import LayerSet
+from ..core.layer_sets import LayerSet
 
 if TYPE_CHECKING:
     from ..core.costs import CostProfile, CostSource

@@ -21,9 +21,10 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from ..core.costs import SMALLEST_BUCKET, CostProfile
 from ..core.errors import SettingsError
+from ..core.layer_sets import LayerSet
 from ..core.records import LayerSetRecord
 from ..core.settings import STORED, SwiftSettings
-from ..core.types import FinishReason, LayerSet, Sampling
+from ..core.types import FinishReason, Sampling
 from ..models.costs import measure_costs, with_formats
 from ..models.loading import at_speed, info_of
 from ..models.runtime import Runtime

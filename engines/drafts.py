@@ -16,9 +16,10 @@ from typing import Any, Literal
 
 from ..core.costs import CostProfile, context_bucket
 from ..core.errors import InvalidInput, LayerSetError, UnsupportedModel
+from ..core.layer_sets import KINDS, LayerSet
 from ..core.records import FoundPlan, LayerSetRecord
 from ..core.settings import FORMATS, SwiftSettings
-from ..core.types import KINDS, LayerSet, Prompt, Sampling, Trial
+from ..core.types import Prompt, Sampling, Trial
 from ..decoding.methods import PLAIN
 from ..decoding.session import Session
 from ..models.config_layout import is_parallel

@@ -19,9 +19,10 @@ from typing import Any, Literal
 from safetensors import SafetensorError
 
 from ..core.errors import InvalidInput, OutputError, first_line
+from ..core.layer_sets import LayerSet
 from ..core.records import FoundPlan
 from ..core.settings import EXPORT_SCHEMA, EXPORT_SUMMARY
-from ..core.types import LayerSet, Prompt
+from ..core.types import Prompt
 from ..models.cache import share
 from ..models.config_layout import is_parallel
 from ..models.gguf_files import stored_type, write_gguf

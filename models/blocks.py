@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from ..core.errors import UnsupportedModel
-from ..core.types import KINDS, LayerSet
+from ..core.layer_sets import KINDS, LayerSet
 from .buffer import KVBuffer
 from .coded import CodedLinear
 from .config_layout import AttentionWindow, HeadLayout, heads_of, key_sources

@@ -16,8 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..core.layer_sets import LayerSet, SubLayer
 from ..core.settings import FORMATS, group_size
-from ..core.types import LayerSet, SubLayer
 from .kernels import layout
 from .kernels.layout import ROWS
 

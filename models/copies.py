@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from ..core.errors import SettingsError, first_line
+from ..core.layer_sets import KINDS, Kind, LayerSet, PartForm
 from ..core.settings import FP8_ON_CPU, group_size
-from ..core.types import KINDS, Kind, LayerSet, PartForm
 from .blocks import LINEAR, Block, LayerModules, has_experts
 from .buffer import free_bytes
 from .coded import SCRATCH, CodedLinear, weight_form, weights_at_once

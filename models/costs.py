@@ -15,8 +15,8 @@ import torch
 
 from .. import __version__
 from ..core.costs import CostProfile, ExpertCosts, ExpertCounts, FormatCosts
+from ..core.layer_sets import KINDS, LayerSet
 from ..core.settings import STORED, cpu_words, measures_alone
-from ..core.types import KINDS, LayerSet
 from .buffer import KVBuffer, free_bytes
 from .huge_pages import PAGES
 from .measuring import MOST_SHARE, DisturbanceMeter, measuring_turn

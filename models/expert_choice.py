@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..core.errors import LayerSetError
-from ..core.types import LayerSet
+from ..core.layer_sets import LayerSet
 from .blocks import Block
 from .family import Experts
 from .quantised_experts import shared_of, shell, with_submodule

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
-from ..core.types import KINDS, Kind
+from ..core.layer_sets import KINDS, Kind
 from .mtp_names import Mtp
 
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ..core.costs import context_bucket
 from ..core.errors import SettingsError, first_line
-from ..core.types import LayerSet
+from ..core.layer_sets import LayerSet
 from .costs import RECORD_AT, RECORDED_ROWS
 from .kernels import device as kernels
 from .kernels import device_attention

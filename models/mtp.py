@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from ..core.errors import ModelNotFound
+from ..core.layer_sets import LayerSet
 from ..core.records import ModelInfo
-from ..core.types import LayerSet
 from .buffer import KVBuffer
 from .copies import saves_little
 from .fingerprint import fingerprint_with

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, cast
 from torch import Tensor
 
 from ..core.errors import LayerSetError, UnsupportedModel
-from ..core.types import KINDS, LayerSet, SubLayer
+from ..core.layer_sets import KINDS, LayerSet, SubLayer
 from .coded import PackedForm, packed_form
 from .families import FAMILIES
 from .family import Family

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..core.costs import ExpertCounts
-from ..core.types import KINDS, Kind, LayerSet, PartForm
+from ..core.layer_sets import KINDS, Kind, LayerSet, PartForm
 from .blocks import Block, BufferRows, RowGroup, of_groups
 from .buffer import KVBuffer
 from .config_layout import AttentionWindow

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..core.errors import InvalidInput, LayerSetError, SettingsError, UnsupportedModel
-from ..core.types import LayerSet
+from ..core.layer_sets import LayerSet
 from .blocks import Block
 from .expert_choice import refuse_experts
 from .prompts import refuse_overflow

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from ..core.layer_sets import LayerSet, SubLayer
 from ..core.serialization import Record
-from ..core.types import LayerSet, SubLayer, Trial
+from ..core.types import Trial
 from ..decoding.events import Round
 
 FINALISTS = 4  # Maximum challengers kept at a time.

@@ -13,8 +13,9 @@ from typing import Any
 from ..core.costs import CostProfile, CostSource
 from ..core.errors import SettingsError
 from ..core.events import FormatTried, PhaseChanged
+from ..core.layer_sets import LayerSet, SubLayer, searchable
 from ..core.settings import AUTO, STORED, Branching, SwiftSettings
-from ..core.types import LayerSet, Prompt, SubLayer, searchable
+from ..core.types import Prompt
 from ..decoding.draft_models import SkippedTarget
 from ..decoding.engine import alone, side_by_side
 from ..decoding.events import Prefilled, Round, Turn

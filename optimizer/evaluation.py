@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from ..core.costs import CostProfile
+from ..core.layer_sets import LayerSet
 from ..core.settings import SwiftSettings
-from ..core.types import LayerSet
 from ..decoding.context import Context
 from ..decoding.draft_worth import Acceptance, PassCosts
 from ..decoding.work import PassGenerator

@@ -18,8 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..core.costs import CostProfile
+from ..core.layer_sets import LayerSet, PartForm, SubLayer
 from ..core.settings import SwiftSettings
-from ..core.types import LayerSet, PartForm, SubLayer
 from ..decoding.context import Context
 from ..models.blocks import BufferRows
 from ..models.residual import normed

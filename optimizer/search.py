@@ -10,8 +10,9 @@ from typing import Any, TypeVar
 
 from ..core.costs import CostProfile, CostSource
 from ..core.events import Adopted, DraftingChosen, Event, SkipRatioLowered, TrialsDone
+from ..core.layer_sets import LayerSet, SubLayer
 from ..core.settings import SwiftSettings
-from ..core.types import LayerSet, Prompt, SubLayer, Trial
+from ..core.types import Prompt, Trial
 from ..decoding.context import Context, ResumePoint
 from ..decoding.draft_models import SkippedTarget
 from ..decoding.events import Prefilled, Round, Turn, WorkEvent

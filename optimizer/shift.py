@@ -13,9 +13,10 @@ from math import sqrt
 from operator import mul
 from typing import Annotated, ClassVar, NamedTuple
 
+from ..core.layer_sets import LayerSet
 from ..core.records import KnownSet, State, nearest, pack_state, round_to_single, unit, unpack_state
 from ..core.serialization import Form, Record
-from ..core.types import NOT_WRITTEN, Completion, LayerSet
+from ..core.types import NOT_WRITTEN, Completion
 
 N_LEARN = 3  # Completions from which the usual acceptance rate is learnt.
 ALARM = 4.0  # CUSUM height, in standard deviations, that signals a shift.

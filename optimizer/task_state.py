@@ -11,10 +11,11 @@ from typing import Any, Self
 from ..core.costs import CostProfile, CostSource
 from ..core.errors import SettingsError
 from ..core.events import Progress, StreamShifted, TaskFinished
+from ..core.layer_sets import LayerSet, SubLayer, searchable
 from ..core.records import KnownSet, LayerSetRecord
 from ..core.serialization import adapter
 from ..core.settings import SwiftSettings
-from ..core.types import Completion, LayerSet, Prompt, SubLayer, Timings, Trial, Verdict, n_turns, searchable
+from ..core.types import Completion, Prompt, Timings, Trial, Verdict, n_turns
 from ..decoding.context import Context, ResumePoint
 from ..decoding.events import Prefilled, Round
 from ..models.costs import machine_name

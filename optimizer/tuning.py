@@ -20,10 +20,11 @@ from ..core.events import (
     TaskFinished,
     TrialsDone,
 )
+from ..core.layer_sets import LayerSet
 from ..core.observed_costs import ObservedCosts
 from ..core.records import KnownSet
 from ..core.settings import SwiftSettings
-from ..core.types import LayerSet, Prompt, Trial, Verdict, n_turns
+from ..core.types import Prompt, Trial, Verdict, n_turns
 from ..decoding.draft_models import SkippedTarget
 from ..decoding.engine import side_by_side
 from ..decoding.events import Prefilled, Round, Turn, WorkEvent

@@ -13,7 +13,8 @@ from time import perf_counter
 import numpy as np
 
 from ..core.errors import InvalidInput
-from ..core.types import LayerSet, Prompt, n_skipped_for
+from ..core.layer_sets import LayerSet, n_skipped_for
+from ..core.types import Prompt
 from ..decoding.methods import PLAIN, Method, Resources, build
 from ..decoding.session import Session
 from ..optimizer.suggestions import Array, next_point

@@ -11,8 +11,9 @@ from sqlalchemy.orm import Session
 
 from ..core.costs import CostProfile
 from ..core.errors import LearnedNotFound, StoreError
+from ..core.layer_sets import LayerSet
 from ..core.records import LearnedKind, LearnedRecord
-from ..core.types import DEFAULT_TASK, LayerSet, Trial, now
+from ..core.types import DEFAULT_TASK, Trial, now
 from .names import by_fingerprint, known_model, lock, names_of, newest, next_version, where_task
 from .tables import (
     ComparisonRow,

@@ -26,9 +26,9 @@ from sqlalchemy import (
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, relationship
 
 from ..core.errors import StoreError
+from ..core.layer_sets import LayerSet
 from ..core.records import FoundPlan, LayerSetRecord, LearnedRecord, Plan
 from ..core.requests import JobKind, Wanted
-from ..core.types import LayerSet
 
 NAMING = {
     "pk": "pk_%(table_name)s",

@@ -16,10 +16,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 from .. import __version__
 from ..core.costs import CostProfile, context_bucket
 from ..core.errors import LayerSetError, LayerSetNotFound, LearnedNotFound
+from ..core.layer_sets import LayerSet
 from ..core.records import FOUND_SET_SETTINGS, LayerSetRecord, LearnedKind, LearnedRecord
 from ..core.requests import ModelRequest
 from ..core.settings import STORED, Preset, SwiftSettings
-from ..core.types import DEFAULT_TASK, LayerSet, Prompt, now
+from ..core.types import DEFAULT_TASK, Prompt, now
 from ..core.wings import load as load_from_wing
 from ..core.wings import parts
 from ..decoding.engine import side_by_side

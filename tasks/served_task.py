@@ -13,9 +13,10 @@ from dataclasses import astuple, dataclass, field, replace
 from operator import add
 
 from ..core.events import PairKind, SearchStatus, ShiftStatus, TaskTuning, Way
+from ..core.layer_sets import LayerSet
 from ..core.plainly import COMPARISON, WhyPlain
 from ..core.records import FoundPlan, LayerSetRecord
-from ..core.types import Completion, LayerSet, TokenSource, Verdict, VerdictWord
+from ..core.types import Completion, TokenSource, Verdict, VerdictWord
 from ..decoding.draft import Draft, Drafter, Outcome
 from ..decoding.events import Round
 from ..decoding.load import Load

@@ -6,8 +6,8 @@ import math
 import time
 from collections.abc import Callable, Sequence
 
+from ..core.layer_sets import LayerSet
 from ..core.records import FoundPlan
-from ..core.types import LayerSet
 from ..models.costs import machine_name
 from ..models.runtime import Runtime
 from ..store import Store

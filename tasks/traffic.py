@@ -22,12 +22,13 @@ from typing import Any, TypeVar
 from ..core.costs import CostProfile, context_bucket
 from ..core.errors import StoreError
 from ..core.events import CostStatus, ModelTuning, ShiftStatus, TuningVerb, Way
+from ..core.layer_sets import LayerSet
 from ..core.observed_costs import ObservedCosts
 from ..core.plainly import WhyPlain
 from ..core.records import FoundPlan, KnownSet, LayerSetRecord, round_to_single, unit
 from ..core.rounds import RoundLog
 from ..core.settings import SwiftSettings, TuningSettings
-from ..core.types import DEFAULT_TASK, Completion, LayerSet, Prompt
+from ..core.types import DEFAULT_TASK, Completion, Prompt
 from ..decoding.context import Context
 from ..decoding.corpus import LEAD_TOKENS, Corpora
 from ..decoding.events import Generated, GenerateInfo, Prefilled, Round, Turn, WorkEvent

@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 from ..core.errors import OutputError
 from ..core.events import TaskFinished
+from ..core.layer_sets import KINDS
 from ..core.records import LayerSetRecord
-from ..core.types import KINDS, Trial, seconds_by_part
+from ..core.types import Trial, seconds_by_part
 from .output import check_writable, note, writing
 from .render import device_words, map_caption, number, ratio
 

@@ -15,18 +15,9 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from ..core.events import TaskFinished
+from ..core.layer_sets import Kind, LayerSet
 from ..core.records import LayerSetRecord, Measurement, Plan, PlanInUse, PlanVersion
-from ..core.types import (
-    NOT_FASTER,
-    Kind,
-    LayerSet,
-    Timings,
-    Trial,
-    Verdict,
-    VerdictWord,
-    origin_words,
-    seconds_by_part,
-)
+from ..core.types import NOT_FASTER, Timings, Trial, Verdict, VerdictWord, origin_words, seconds_by_part
 
 Value = TypeVar("Value")
 # Columns of a table, each with a function that renders its cell.

@@ -17,8 +17,8 @@ from typing import Any
 import httpx2
 from starlette.testclient import TestClient
 
+from swiftopt.core.layer_sets import LayerSet
 from swiftopt.core.records import LayerSetRecord
-from swiftopt.core.types import LayerSet
 from swiftopt.server.app import create_app
 from swiftopt.server.settings import ServerSettings
 from swiftopt.store import Store

@@ -7,9 +7,10 @@ from typing import Any
 from sqlalchemy import Connection, Engine, select, text, update
 
 from swiftopt.core.events import PromptFinished, TaskFinished, TrialsDone
+from swiftopt.core.layer_sets import LayerSet
 from swiftopt.core.records import LayerSetRecord
 from swiftopt.core.requests import JobSpec, Lease
-from swiftopt.core.types import Completion, LayerSet, Prompt, Timings, Trial, Verdict
+from swiftopt.core.types import Completion, Prompt, Timings, Trial, Verdict
 from swiftopt.store import Jobs
 from swiftopt.store.migrations import FIRST
 from swiftopt.store.tables import (

@@ -18,7 +18,7 @@ from mtp_files import with_layer
 from torch import Tensor
 from wings import is_here
 
-from swiftopt.core.types import LayerSet
+from swiftopt.core.layer_sets import LayerSet
 from swiftopt.decoding.methods import Resources
 from swiftopt.models.coded import CodedLinear
 from swiftopt.models.kernels import build, calls

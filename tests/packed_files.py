@@ -19,8 +19,9 @@ from tiny_files import edit_config, save
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+from swiftopt.core.layer_sets import LayerSet
 from swiftopt.core.settings import SwiftSettings
-from swiftopt.core.types import LayerSet, Sampling
+from swiftopt.core.types import Sampling
 from swiftopt.decoding.context import Ending, TokenRule
 from swiftopt.decoding.loop import decode
 from swiftopt.decoding.methods import PLAIN, Resources, build, swift

@@ -9,9 +9,10 @@ from job_table import finished, running, task_finished, tune
 
 from swiftopt.core.costs import CostProfile, FormatCosts
 from swiftopt.core.events import TrialsDone
+from swiftopt.core.layer_sets import LayerSet
 from swiftopt.core.records import ModelInfo, Plan
 from swiftopt.core.requests import Lease
-from swiftopt.core.types import LayerSet, Prompt, Trial
+from swiftopt.core.types import Prompt, Trial
 from swiftopt.store import Store
 
 MODEL = ModelInfo("f" * 16, "LlamaForCausalLM", 8, 1000, ("m",))

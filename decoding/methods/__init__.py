@@ -23,7 +23,7 @@ from ..verify import TargetWalk, Verifier
 
 if TYPE_CHECKING:
     from ...core.costs import CostProfile
-    from ...core.types import LayerSet
+    from ...core.layer_sets import LayerSet
     from ...models.runtime import Runtime
     from ..draft_models import SkippedTarget
     from ..work import PassGenerator

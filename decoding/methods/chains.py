@@ -20,7 +20,7 @@ from . import Method, Resources, method
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from ...core.types import LayerSet
+    from ...core.layer_sets import LayerSet
     from ..draft_models import SkippedTarget
     from ..work import PassGenerator
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from ...core.types import Kind, PartForm
+from ...core.layer_sets import Kind, PartForm
 from ..blocks import LINEAR, PLAIN_LINEAR, Block, LayerModules, has_experts, submodule
 from ..coded import GROUPS, CodedLinear
 from ..norms import NormForm

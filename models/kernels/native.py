@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ...core.costs import ExpertCounts
-from ...core.types import LayerSet
+from ...core.layer_sets import LayerSet
 from ..blocks import Block
 from ..rows import HeadRows, Pass, keepers
 from . import layout

@@ -10,8 +10,9 @@ from typing import Any, Literal, NamedTuple
 
 from ...core.costs import ExpertCosts
 from ...core.errors import LayerSetError, SettingsError
+from ...core.layer_sets import LayerSet, SubLayer, searchable
 from ...core.serialization import Record
-from ...core.types import LayerSet, SubLayer, Trial, searchable
+from ...core.types import Trial
 
 # One entry per searchable sub-layer, 1 if it is skipped, and those of the numbers of experts where they are searched.
 Bits = tuple[int, ...]

@@ -13,7 +13,8 @@ from functools import partial
 from math import log
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ...core.types import LayerSet, SubLayer, Trial
+from ...core.layer_sets import LayerSet, SubLayer
+from ...core.types import Trial
 from .base import Bits, ExpertLevels, Proposal, SearchProblem, Strategy, StrategyInfo, Study, StudyKind
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from itertools import pairwise
 
 from markupsafe import Markup, escape
 
-from ...core.types import KINDS, Kind, LayerSet, SubLayer
+from ...core.layer_sets import KINDS, Kind, LayerSet, SubLayer
 
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 640, 240, 60, 24, 12, 42  # Size and margins of a chart in SVG units.
 CLOCK_STEPS_S = (5, 10, 30, 60, 120, 300, 600, 1800, 3600)

@@ -17,9 +17,9 @@ from starlette.responses import RedirectResponse, Response
 
 from ...core.errors import StoreError
 from ...core.events import TaskFinished, TaskTuning, Way
+from ...core.layer_sets import KINDS, SubLayer
 from ...core.messages import Steer
 from ...core.records import PlanVersion
-from ...core.types import KINDS, SubLayer
 from ...store import Store
 from ..engines import EngineProcess
 from ..errors import Refused

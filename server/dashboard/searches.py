@@ -12,8 +12,8 @@ from starlette.concurrency import run_in_threadpool
 from starlette.responses import Response
 
 from ...core.costs import CostProfile
+from ...core.layer_sets import LayerSet
 from ...core.requests import UNFINISHED, Job
-from ...core.types import LayerSet
 from ...store import Store
 from ...store.results import StoredSearch, Tried
 from ...store.served_trials import STATE

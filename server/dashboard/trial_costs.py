@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 from markupsafe import Markup
 
 from ...core.costs import CostProfile, FormatCosts
+from ...core.layer_sets import KINDS, Kind, LayerSet
 from ...core.requests import Job
 from ...core.settings import STORED
-from ...core.types import KINDS, Kind, LayerSet
 from ...store import Store
 from ...store.results import Tried
 from .drawing import DIAMOND, DOT, Plot

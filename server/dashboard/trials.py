@@ -16,7 +16,8 @@ from urllib.parse import urlencode
 from fastapi import Query
 from markupsafe import Markup
 
-from ...core.types import KINDS, Kind, LayerSet, origin_words
+from ...core.layer_sets import KINDS, Kind, LayerSet
+from ...core.types import origin_words
 from ...store.results import Tried
 from .drawing import DIAMOND, DOT, Plot, Point, bar_map, layer_map, map_words, spans
 

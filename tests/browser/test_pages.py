@@ -20,8 +20,8 @@ from searched import MODEL, fill, searching, trials
 from tiny_files import save
 
 from swiftopt.core.events import TrialsDone
+from swiftopt.core.layer_sets import LayerSet
 from swiftopt.core.records import LayerSetRecord
-from swiftopt.core.types import LayerSet
 from swiftopt.server.dashboard import PAGES
 from swiftopt.store import Store
 from swiftopt.store.served_trials import ServedSearch

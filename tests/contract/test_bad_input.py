@@ -26,8 +26,9 @@ from swiftopt.cli.backend import TuneProgress
 from swiftopt.cli.main import run
 from swiftopt.core.errors import InvalidInput
 from swiftopt.core.events import PhaseChanged, Progress, PromptStarted, TrialsDone
+from swiftopt.core.layer_sets import LayerSet
 from swiftopt.core.records import LayerSetRecord
-from swiftopt.core.types import LayerSet, Trial
+from swiftopt.core.types import Trial
 from swiftopt.store import Store
 from swiftopt.tasks import generate
 

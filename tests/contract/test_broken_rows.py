@@ -10,9 +10,9 @@ from sqlalchemy import Engine, create_engine, text
 
 from swiftopt.cli.backend import Backend
 from swiftopt.core.errors import ModelNotFound
+from swiftopt.core.layer_sets import LayerSet
 from swiftopt.core.records import LayerSetRecord
 from swiftopt.core.requests import JobSpec, Lease, TuneRequest
-from swiftopt.core.types import LayerSet
 from swiftopt.store import Store
 from swiftopt.tasks.tune import run_tuning
 

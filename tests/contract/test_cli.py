@@ -25,9 +25,10 @@ from wings import WINGS, is_here, of_wings
 from swiftopt.cli import doctor
 from swiftopt.cli.main import run, swiftopt
 from swiftopt.core.events import TaskFinished, TrialsDone
+from swiftopt.core.layer_sets import LayerSet
 from swiftopt.core.records import LayerSetRecord, PlanInUse
 from swiftopt.core.requests import JobSpec
-from swiftopt.core.types import Completion, LayerSet, Prompt, Timings, Trial, Verdict
+from swiftopt.core.types import Completion, Prompt, Timings, Trial, Verdict
 from swiftopt.models.families import model_types
 from swiftopt.models.loading import random_runtime
 from swiftopt.store import Store

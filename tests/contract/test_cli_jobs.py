@@ -31,9 +31,10 @@ from swiftopt.core.events import (
     TrialsDone,
     state_words,
 )
+from swiftopt.core.layer_sets import LayerSet
 from swiftopt.core.records import LayerSetRecord, Plan
 from swiftopt.core.requests import Job, Lease, TuneRequest
-from swiftopt.core.types import Completion, LayerSet, Prompt, Timings, Trial, Verdict
+from swiftopt.core.types import Completion, Prompt, Timings, Trial, Verdict
 from swiftopt.store import Store
 from swiftopt.worker.queue import JobService, RedisQueue
 

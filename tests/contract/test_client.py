@@ -24,10 +24,11 @@ from swiftopt.core.errors import (
     SettingsError,
 )
 from swiftopt.core.events import PhaseChanged, Progress, PromptFinished
+from swiftopt.core.layer_sets import LayerSet
 from swiftopt.core.records import LayerSetRecord, ModelInfo
 from swiftopt.core.requests import Job, JobBoard, JobEvent, JobSpec, Lease, TuneRequest
 from swiftopt.core.streams import stream_sha256
-from swiftopt.core.types import Completion, LayerSet, Prompt, Sampling
+from swiftopt.core.types import Completion, Prompt, Sampling
 from swiftopt.server.app import create_app
 from swiftopt.store import Store
 from swiftopt.worker.queue import JobService

@@ -12,8 +12,8 @@ from job_table import dump, finished, rewind, running, trials_done
 from sqlalchemy import Column, Engine, String, inspect, text
 
 from swiftopt.core.errors import SchemaTooNew, StoreError
+from swiftopt.core.layer_sets import LayerSet
 from swiftopt.core.records import LayerSetRecord
-from swiftopt.core.types import LayerSet
 from swiftopt.store import Store
 from swiftopt.store.database import connect, writing
 from swiftopt.store.migrations import FIRST, HEAD, look, revision, upgrade

@@ -17,8 +17,9 @@ from swiftopt.bench.charts import draw_serving, draw_throughput
 from swiftopt.bench.tables import RESULTS
 from swiftopt.cli.main import run
 from swiftopt.core.events import TaskFinished
+from swiftopt.core.layer_sets import LayerSet
 from swiftopt.core.records import LayerSetRecord
-from swiftopt.core.types import LayerSet, Timings, Trial, Verdict
+from swiftopt.core.types import Timings, Trial, Verdict
 from swiftopt.terminal import charts, program
 from swiftopt.terminal.charts import Pictures, draw_layer_sets, draw_tuning
 

@@ -10,8 +10,8 @@ import pytest
 from sqlalchemy import Engine, event
 
 from swiftopt.core.errors import InvalidInput, LayerSetNotFound, LearnedNotFound, StoreError
+from swiftopt.core.layer_sets import LayerSet
 from swiftopt.core.records import LayerSetRecord, LearnedRecord, ModelInfo, Plan
-from swiftopt.core.types import LayerSet
 from swiftopt.store import Store
 from swiftopt.store.tables import MoveRow
 

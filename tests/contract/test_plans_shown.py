@@ -13,8 +13,8 @@ from serving import serving
 
 import swiftopt
 from swiftopt.cli.main import run
+from swiftopt.core.layer_sets import LayerSet
 from swiftopt.core.records import LayerSetRecord, LearnedRecord, ModelInfo, Plan
-from swiftopt.core.types import LayerSet
 from swiftopt.server.app import create_app
 from swiftopt.store import Store
 from swiftopt.worker.queue import JobService

@@ -13,10 +13,11 @@ from job_table import finished, running
 from swiftopt.core.costs import CostProfile, FormatCosts
 from swiftopt.core.errors import InvalidInput, LayerSetError, LayerSetNotFound, StoreError
 from swiftopt.core.events import TrialsDone
+from swiftopt.core.layer_sets import LayerSet
 from swiftopt.core.records import KnownSet, LayerSetRecord, ModelInfo, pack_state, unpack_state
 from swiftopt.core.requests import JobSpec
 from swiftopt.core.settings import SwiftSettings
-from swiftopt.core.types import LayerSet, Prompt, Trial
+from swiftopt.core.types import Prompt, Trial
 from swiftopt.store import Store
 
 MODEL = ModelInfo("f" * 16, "LlamaForCausalLM", 40, 13_015_864_320, ("codellama-13b", "codellama/CodeLlama-13b-hf"))

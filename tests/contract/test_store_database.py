@@ -20,9 +20,10 @@ from sqlalchemy.orm import Session
 
 from swiftopt.core.errors import StoreError, StoreUnavailable
 from swiftopt.core.events import TrialsDone
+from swiftopt.core.layer_sets import LayerSet
 from swiftopt.core.records import LayerSetRecord
 from swiftopt.core.requests import JobSpec
-from swiftopt.core.types import LayerSet, Trial
+from swiftopt.core.types import Trial
 from swiftopt.store import Store, as_url, default_url
 from swiftopt.store.database import Transactions, connect
 

@@ -17,7 +17,8 @@ from typing import Any
 import pytest
 
 from swiftopt.core.errors import LayerSetError, SettingsError
-from swiftopt.core.types import LayerSet, Trial, searchable
+from swiftopt.core.layer_sets import LayerSet, searchable
+from swiftopt.core.types import Trial
 from swiftopt.optimizer import strategies
 from swiftopt.optimizer.strategies import STRATEGIES, Proposal, SearchProblem, Strategy, Study, strategy_info
 from swiftopt.optimizer.strategies.interval import SuggestionProcess

@@ -13,9 +13,9 @@ from sqlalchemy import insert, literal, select, text
 from sqlalchemy.orm import Session
 
 from swiftopt.core.events import StateChanged, event_type
+from swiftopt.core.layer_sets import LayerSet
 from swiftopt.core.records import LayerSetRecord
 from swiftopt.core.requests import TuneRequest
-from swiftopt.core.types import LayerSet
 from swiftopt.store import Store
 from swiftopt.store.tables import (
     EventRow,

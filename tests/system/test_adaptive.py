@@ -13,8 +13,9 @@ from native import quick_runtime
 
 from swiftopt.core.costs import CostProfile
 from swiftopt.core.errors import SettingsError
+from swiftopt.core.layer_sets import LayerSet
 from swiftopt.core.observed_costs import ObservedCosts, PassTiming
-from swiftopt.core.types import Completion, LayerSet, Sampling
+from swiftopt.core.types import Completion, Sampling
 from swiftopt.decoding.context import Context, Ending, TokenRule
 from swiftopt.decoding.corpus import Corpora
 from swiftopt.decoding.draft_models import OtherModel

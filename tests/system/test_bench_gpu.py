@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from swiftopt.bench import gpu, gpu_all, gpu_peers
-from swiftopt.core.types import LayerSet
+from swiftopt.core.layer_sets import LayerSet
 from swiftopt.models.quantised import cpu_multiplies_fp8
 
 

@@ -11,9 +11,10 @@ from api import serving, until_ready
 
 from swiftopt.bench.mixture_drafts import EXAMPLES, unit_costs, value_of
 from swiftopt.bench.small_mixture import LAST_LINES, prompts, trained
+from swiftopt.core.layer_sets import LayerSet
 from swiftopt.core.settings import SwiftSettings
 from swiftopt.core.streams import read_stream, stream_lines
-from swiftopt.core.types import LayerSet, Sampling
+from swiftopt.core.types import Sampling
 from swiftopt.decoding.session import Session
 from swiftopt.models.loading import load
 from swiftopt.store import Store

@@ -27,8 +27,9 @@ from transformers import AutoModelForCausalLM
 
 from swiftopt.cli.main import run
 from swiftopt.core.errors import ContextOverflow, ModelNotFound, UnsupportedModel
+from swiftopt.core.layer_sets import LayerSet
 from swiftopt.core.records import LayerSetRecord
-from swiftopt.core.types import LayerSet, Prompt
+from swiftopt.core.types import Prompt
 from swiftopt.engines import packages, turns
 from swiftopt.engines.drafts import Speculation
 from swiftopt.engines.export import ENGINES

@@ -11,8 +11,8 @@ from tiny_files import save
 
 from swiftopt.bench import search
 from swiftopt.bench.search import Bench, LongSearch, TextRecord, _reaches_goal, command
+from swiftopt.core.layer_sets import LayerSet, searchable
 from swiftopt.core.settings import SwiftSettings
-from swiftopt.core.types import LayerSet, searchable
 from swiftopt.models.loading import load
 from swiftopt.terminal.program import run
 

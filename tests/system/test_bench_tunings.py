@@ -10,8 +10,8 @@ from tiny_files import save
 
 from swiftopt.bench.tunings import MOST_POINTS, DraftPlan, TuningBench, WayRun, settings_of, thin_out
 from swiftopt.cli.main import run
+from swiftopt.core.layer_sets import LayerSet
 from swiftopt.core.settings import SwiftSettings, TuningSettings, presets
-from swiftopt.core.types import LayerSet
 
 PRESETS = presets()
 WAYS = "default:2,preset swift,random"

@@ -11,8 +11,9 @@ from native import LEVELS, library, native_runtime, words
 from torch import Tensor
 from wings import is_here
 
+from swiftopt.core.layer_sets import LayerSet
 from swiftopt.core.settings import SwiftSettings
-from swiftopt.core.types import LayerSet, Sampling
+from swiftopt.core.types import Sampling
 from swiftopt.decoding.context import Ending, TokenRule
 from swiftopt.decoding.draft_models import SkippedTarget
 from swiftopt.decoding.draft_tree import tree_rows

@@ -16,10 +16,11 @@ from starlette.testclient import TestClient
 
 from swiftopt.core.errors import ServiceUnreachable
 from swiftopt.core.events import CostStatus, ModelTuning, SearchStatus, ShiftStatus, TaskTuning
+from swiftopt.core.layer_sets import LayerSet
 from swiftopt.core.messages import Loading
 from swiftopt.core.requests import ServedModel
 from swiftopt.core.rounds import RequestRounds
-from swiftopt.core.types import Completion, LayerSet, Timings
+from swiftopt.core.types import Completion, Timings
 from swiftopt.server.app import create_app
 from swiftopt.server.dashboard.headline import ServedNow, headline, saved_share
 from swiftopt.server.dashboard.overview import alarms, recent_periods, speed_chart, stretches

@@ -27,8 +27,9 @@ from swiftopt.core.events import (
     TaskTuning,
     TrialsDone,
 )
+from swiftopt.core.layer_sets import LayerSet
 from swiftopt.core.records import LayerSetRecord, Plan
-from swiftopt.core.types import ORIGINS, LayerSet, Timings, origin_words
+from swiftopt.core.types import ORIGINS, Timings, origin_words
 from swiftopt.server.dashboard import plans, render
 from swiftopt.server.dashboard.drawing import Plot, differing_parts, layer_map, map_words, spans, ticks
 from swiftopt.server.dashboard.searches import is_news

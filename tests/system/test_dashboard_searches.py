@@ -15,7 +15,8 @@ from api import client_of
 from searched import MODEL, fill, searching, trials
 from starlette.testclient import TestClient
 
-from swiftopt.core.types import LayerSet, Trial
+from swiftopt.core.layer_sets import LayerSet
+from swiftopt.core.types import Trial
 from swiftopt.server.dashboard.trials import PER_PAGE, TrialQuery, importance
 from swiftopt.store import Store
 from swiftopt.store.served_trials import ServedSearch

@@ -24,8 +24,9 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from transformers import MinNewTokensLengthLogitsProcessor
 
+from swiftopt.core.layer_sets import LayerSet
 from swiftopt.core.settings import Branching, SwiftSettings
-from swiftopt.core.types import Completion, LayerSet, Sampling, TokenLogprob
+from swiftopt.core.types import Completion, Sampling, TokenLogprob
 from swiftopt.decoding.context import Context, Ending, TokenRule
 from swiftopt.decoding.draft import Draft, DraftModel, Outcome, Walk
 from swiftopt.decoding.draft_models import OtherModel, SkippedTarget

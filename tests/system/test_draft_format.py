@@ -13,9 +13,10 @@ from tiny_files import save
 
 from swiftopt.core.costs import CostProfile
 from swiftopt.core.events import Event, FormatTried, PhaseChanged, TaskFinished
+from swiftopt.core.layer_sets import LayerSet
 from swiftopt.core.requests import TuneRequest
 from swiftopt.core.settings import STORED
-from swiftopt.core.types import LayerSet, Prompt, Sampling
+from swiftopt.core.types import Prompt, Sampling
 from swiftopt.decoding.context import Context, Ending
 from swiftopt.decoding.draft import Draft, Drafter
 from swiftopt.decoding.draft_tree import DraftTree

@@ -25,10 +25,11 @@ from swiftopt.bench.decode import run_methods
 from swiftopt.core.costs import CostProfile
 from swiftopt.core.errors import ContextOverflow, InvalidInput, OutputError, SettingsError, UnsupportedModel
 from swiftopt.core.events import Event, PhaseChanged, PromptFinished, SkipRatioLowered, TaskFinished, TrialsDone
+from swiftopt.core.layer_sets import LayerSet, n_skipped_for
 from swiftopt.core.records import ModelInfo
 from swiftopt.core.requests import GenerateRequest, TuneRequest
 from swiftopt.core.settings import SwiftSettings
-from swiftopt.core.types import LayerSet, Prompt, Sampling, n_skipped_for
+from swiftopt.core.types import Prompt, Sampling
 from swiftopt.decoding.context import Context, Ending, TokenRule
 from swiftopt.decoding.engine import alone, side_by_side
 from swiftopt.decoding.events import Generated, Turn

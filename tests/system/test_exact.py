@@ -20,10 +20,11 @@ from torch import Tensor
 from transformers.pytorch_utils import Conv1D
 
 from swiftopt.core.errors import SettingsError
+from swiftopt.core.layer_sets import LayerSet, searchable
 from swiftopt.core.records import ModelInfo
 from swiftopt.core.settings import SwiftSettings
 from swiftopt.core.streams import read_stream
-from swiftopt.core.types import LayerSet, Sampling, TokenLogprob, searchable
+from swiftopt.core.types import Sampling, TokenLogprob
 from swiftopt.decoding.context import Ending, TokenRule
 from swiftopt.decoding.draft_tree import ancestor_mask
 from swiftopt.decoding.engine import Engine, side_by_side

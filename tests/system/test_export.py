@@ -30,10 +30,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaF
 from swiftopt.cli.main import main, run
 from swiftopt.core.costs import CostProfile
 from swiftopt.core.errors import InvalidInput, LayerSetError, OutputError, SwiftoptError, UnsupportedModel
+from swiftopt.core.layer_sets import LayerSet, searchable
 from swiftopt.core.records import FoundPlan, LayerSetRecord, ModelInfo, Plan
 from swiftopt.core.settings import ENGINES as ENGINE_WORDS
 from swiftopt.core.settings import SwiftSettings
-from swiftopt.core.types import LayerSet, Prompt, Sampling, Trial, searchable
+from swiftopt.core.types import Prompt, Sampling, Trial
 from swiftopt.decoding.methods import Resources, build
 from swiftopt.decoding.methods.chains import SpdSettings
 from swiftopt.decoding.session import Session

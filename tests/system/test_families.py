@@ -12,8 +12,9 @@ from families import DENSE, MIXTURES, dense_variants, is_mixture, tiny_runtime
 from native import library, native, words
 from torch import Tensor
 
+from swiftopt.core.layer_sets import LayerSet
 from swiftopt.core.settings import SwiftSettings
-from swiftopt.core.types import LayerSet, Sampling
+from swiftopt.core.types import Sampling
 from swiftopt.decoding.context import Ending, TokenRule
 from swiftopt.decoding.draft_tree import ancestor_mask
 from swiftopt.decoding.loop import decode

@@ -21,9 +21,10 @@ from tiny_files import save
 import swiftopt
 from swiftopt.cli.main import swiftopt as program
 from swiftopt.core.events import TaskTuning, Tuning
+from swiftopt.core.layer_sets import LayerSet
 from swiftopt.core.records import LayerSetRecord
 from swiftopt.core.requests import ServedModel
-from swiftopt.core.types import Completion, LayerSet, Timings
+from swiftopt.core.types import Completion, Timings
 from swiftopt.models.costs import machine_name
 from swiftopt.server.app import create_app
 from swiftopt.server.dashboard import moment, number, percent, seconds, tok_s

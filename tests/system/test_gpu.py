@@ -8,9 +8,10 @@ import pytest
 import torch
 from families import tiny_model, tiny_runtime, variants
 
+from swiftopt.core.layer_sets import LayerSet
 from swiftopt.core.records import ModelInfo
 from swiftopt.core.settings import SwiftSettings
-from swiftopt.core.types import LayerSet, Sampling
+from swiftopt.core.types import Sampling
 from swiftopt.decoding.context import Ending, TokenRule
 from swiftopt.decoding.draft_models import OtherModel
 from swiftopt.decoding.engine import side_by_side

@@ -15,8 +15,9 @@ from starlette.testclient import TestClient
 
 import swiftopt
 from swiftopt.core.events import ModelTuning, PromptFinished, SearchStatus, ShiftStatus, TaskTuning
+from swiftopt.core.layer_sets import LayerSet
 from swiftopt.core.requests import Lease, ServedModel
-from swiftopt.core.types import Completion, LayerSet, Prompt
+from swiftopt.core.types import Completion, Prompt
 from swiftopt.server.app import create_app
 from swiftopt.server.engines import Engines
 from swiftopt.server.metrics import Period

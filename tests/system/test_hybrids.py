@@ -15,9 +15,10 @@ from native import native, repeating, words
 from tiny_files import CHAT_TEMPLATE, save
 
 from swiftopt.cli.main import run
+from swiftopt.core.layer_sets import LayerSet
 from swiftopt.core.records import ModelInfo
 from swiftopt.core.settings import SwiftSettings
-from swiftopt.core.types import Completion, LayerSet, Sampling
+from swiftopt.core.types import Completion, Sampling
 from swiftopt.decoding.context import Ending, ResumePoint, TokenRule
 from swiftopt.decoding.engine import Engine, Request, alone
 from swiftopt.decoding.events import Round

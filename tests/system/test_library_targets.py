@@ -19,8 +19,9 @@ from tiny_files import edit_config, save
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from swiftopt.core.errors import ModelNotFound, SettingsError, UnsupportedModel
+from swiftopt.core.layer_sets import LayerSet, PartForm
 from swiftopt.core.settings import SwiftSettings
-from swiftopt.core.types import LayerSet, PartForm, Sampling
+from swiftopt.core.types import Sampling
 from swiftopt.decoding.context import Ending, TokenRule
 from swiftopt.decoding.loop import decode
 from swiftopt.decoding.methods import PLAIN, swift

@@ -21,8 +21,8 @@ from tiny_files import save
 from swiftopt.bench import gpu
 from swiftopt.cli import doctor
 from swiftopt.core.errors import DeviceMissing, SettingsError
+from swiftopt.core.layer_sets import LayerSet
 from swiftopt.core.requests import Speed
-from swiftopt.core.types import LayerSet
 from swiftopt.engines.devices import chosen_device
 from swiftopt.models import buffer, copies, free_memory, gguf_model, loading, memory
 from swiftopt.models.block_experts import BlockExperts

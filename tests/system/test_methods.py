@@ -18,8 +18,9 @@ from native import quick_runtime
 from transformers import MinNewTokensLengthLogitsProcessor
 
 from swiftopt.core.errors import InvalidInput, LayerSetError, SettingsError
+from swiftopt.core.layer_sets import LayerSet
 from swiftopt.core.records import ModelInfo
-from swiftopt.core.types import Completion, LayerSet, Sampling
+from swiftopt.core.types import Completion, Sampling
 from swiftopt.decoding.context import Ending, TokenRule
 from swiftopt.decoding.draft import Draft, Drafter, DraftModel
 from swiftopt.decoding.draft_models import OtherModel

@@ -6,7 +6,8 @@ import pytest
 import torch
 from fakes import cheap_draft_costs, results_of
 
-from swiftopt.core.types import LayerSet, Prompt, Sampling
+from swiftopt.core.layer_sets import LayerSet
+from swiftopt.core.types import Prompt, Sampling
 from swiftopt.decoding.methods import METHODS, PLAIN, Resources, build
 from swiftopt.decoding.session import Session
 from swiftopt.models.loading import load

@@ -13,7 +13,7 @@ from native import native, native_runtime, words
 from torch import Tensor
 
 from swiftopt.core.errors import LayerSetError
-from swiftopt.core.types import LayerSet, PartForm
+from swiftopt.core.layer_sets import LayerSet, PartForm
 from swiftopt.models.costs import RECORD_AT, measure_costs, with_formats
 from swiftopt.models.graphs import GraphPasses
 from swiftopt.models.loading import at_speed

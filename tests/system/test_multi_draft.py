@@ -15,7 +15,8 @@ from fakes import results_of
 from families import VOCAB, tiny_runtime, variants
 from native import quick_runtime
 
-from swiftopt.core.types import Completion, LayerSet, Sampling
+from swiftopt.core.layer_sets import LayerSet
+from swiftopt.core.types import Completion, Sampling
 from swiftopt.decoding.context import Context, Ending, TokenRule
 from swiftopt.decoding.draft import Drafter
 from swiftopt.decoding.draft_models import DraftModel, OtherModel, SkippedTarget

@@ -19,8 +19,9 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from swiftopt.core.errors import ModelNotFound, SettingsError, SwiftoptError, UnsupportedModel
+from swiftopt.core.layer_sets import LayerSet, PartForm
 from swiftopt.core.settings import SwiftSettings
-from swiftopt.core.types import LayerSet, PartForm, Sampling
+from swiftopt.core.types import Sampling
 from swiftopt.decoding.context import Ending, TokenRule
 from swiftopt.decoding.loop import decode
 from swiftopt.decoding.methods import PLAIN, swift

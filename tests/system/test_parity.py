@@ -9,8 +9,9 @@ import pytest
 import torch
 from families import CONFIGS, VOCAB, WINDOW, tiny_runtime, variants
 
+from swiftopt.core.layer_sets import LayerSet, searchable
 from swiftopt.core.settings import SwiftSettings
-from swiftopt.core.types import LayerSet, Sampling, searchable
+from swiftopt.core.types import Sampling
 from swiftopt.decoding.context import Ending, TokenRule
 from swiftopt.decoding.loop import decode
 from swiftopt.decoding.methods import PLAIN, swift

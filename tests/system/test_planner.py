@@ -10,9 +10,9 @@ import torch
 from families import tiny_runtime
 
 from swiftopt.core.errors import LayerSetError, LayerSetNotFound, LearnedNotFound, SettingsError
+from swiftopt.core.layer_sets import LayerSet
 from swiftopt.core.records import LayerSetRecord, LearnedRecord, Plan
 from swiftopt.core.requests import GenerateRequest
-from swiftopt.core.types import LayerSet
 from swiftopt.decoding.methods.lookup import LookupSettings
 from swiftopt.models.costs import device_name
 from swiftopt.models.runtime import Runtime

@@ -17,8 +17,9 @@ from tiny_files import save
 
 from swiftopt.cli.main import run as run_cli
 from swiftopt.core.events import TaskFinished
+from swiftopt.core.layer_sets import LayerSet
 from swiftopt.core.settings import SwiftSettings, TuningSettings, presets
-from swiftopt.core.types import LayerSet, Prompt, Sampling, Trial
+from swiftopt.core.types import Prompt, Sampling, Trial
 from swiftopt.decoding.context import Ending, TokenRule
 from swiftopt.decoding.loop import decode
 from swiftopt.decoding.methods import PLAIN, method_info

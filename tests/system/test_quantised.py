@@ -14,9 +14,10 @@ from families import VOCAB, tiny_model, tiny_runtime, variants
 from torch import nn
 
 from swiftopt.core.errors import LayerSetError, SettingsError
+from swiftopt.core.layer_sets import LayerSet, PartForm
 from swiftopt.core.records import ModelInfo
 from swiftopt.core.settings import SwiftSettings
-from swiftopt.core.types import LayerSet, PartForm, Sampling
+from swiftopt.core.types import Sampling
 from swiftopt.decoding.context import Ending, TokenRule
 from swiftopt.decoding.loop import decode
 from swiftopt.decoding.methods import PLAIN, swift

@@ -26,9 +26,10 @@ from api import serving
 
 from swiftopt.bench.parity import adaptive_drafts, compare, margin_and_noise, random_sets
 from swiftopt.cli.main import run
+from swiftopt.core.layer_sets import LayerSet
 from swiftopt.core.settings import SwiftSettings
 from swiftopt.core.streams import read_stream
-from swiftopt.core.types import LayerSet, Prompt, Sampling
+from swiftopt.core.types import Prompt, Sampling
 from swiftopt.decoding.methods import PLAIN, swift
 from swiftopt.decoding.session import Session
 from swiftopt.models.loading import load

@@ -32,9 +32,10 @@ from swiftopt.core.events import (
     TaskFinished,
     TrialsDone,
 )
+from swiftopt.core.layer_sets import LayerSet, n_skipped_for
 from swiftopt.core.records import KnownSet, unit
 from swiftopt.core.settings import SwiftSettings
-from swiftopt.core.types import LayerSet, Prompt, Sampling, Trial, n_skipped_for
+from swiftopt.core.types import Prompt, Sampling, Trial
 from swiftopt.decoding.session import Session
 from swiftopt.models.restacked import pairs_of
 from swiftopt.models.runtime import Runtime

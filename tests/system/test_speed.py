@@ -19,10 +19,11 @@ from torch import Tensor
 from swiftopt import __version__
 from swiftopt.cli.main import run
 from swiftopt.core.errors import SettingsError
+from swiftopt.core.layer_sets import LayerSet
 from swiftopt.core.records import ModelInfo
 from swiftopt.core.requests import TuneRequest
 from swiftopt.core.settings import SwiftSettings
-from swiftopt.core.types import LayerSet, Sampling
+from swiftopt.core.types import Sampling
 from swiftopt.decoding.context import Ending, TokenRule
 from swiftopt.decoding.loop import decode
 from swiftopt.decoding.methods import PLAIN, Method, swift

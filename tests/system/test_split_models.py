@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from swiftopt.core.types import LayerSet
+from swiftopt.core.layer_sets import LayerSet
 from swiftopt.decoding.engine import alone
 from swiftopt.models.families import FAMILIES
 from swiftopt.models.rows import Rows

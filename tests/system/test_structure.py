@@ -14,8 +14,9 @@ from families import CONFIGS, tiny_runtime, variants
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from swiftopt.core.layer_sets import LayerSet, SubLayer, searchable
 from swiftopt.core.records import ModelInfo
-from swiftopt.core.types import LayerSet, Sampling, SubLayer, searchable
+from swiftopt.core.types import Sampling
 from swiftopt.decoding.context import Context, TokenRule
 from swiftopt.models.rows import Rows
 from swiftopt.models.runtime import Runtime

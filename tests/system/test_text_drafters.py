@@ -12,7 +12,8 @@ from fakes import cheap_draft_costs
 from families import CONFIGS, VOCAB, taken_in_turns, tiny_runtime, variants
 from native import quick_runtime
 
-from swiftopt.core.types import Completion, LayerSet, Sampling, TracedToken
+from swiftopt.core.layer_sets import LayerSet
+from swiftopt.core.types import Completion, Sampling, TracedToken
 from swiftopt.decoding.context import Context, Ending, TokenRule
 from swiftopt.decoding.draft import Draft, Drafter, Outcome, Walk
 from swiftopt.decoding.draft_tree import DraftTree, ancestor_mask, tree_rows

@@ -17,8 +17,9 @@ from safetensors.torch import load_file, save_file
 from tiny_files import edit_config, save_adapter
 
 from swiftopt.core.errors import ModelNotFound, UnsupportedModel
+from swiftopt.core.layer_sets import LayerSet
 from swiftopt.core.settings import SwiftSettings
-from swiftopt.core.types import LayerSet, Sampling
+from swiftopt.core.types import Sampling
 from swiftopt.decoding.chats import ChatPrompt
 from swiftopt.decoding.context import Ending, TokenRule
 from swiftopt.decoding.loop import decode

@@ -20,10 +20,11 @@ import swiftopt
 from swiftopt.bench.serving import new_shifts, shift_line
 from swiftopt.core.costs import CostProfile, FormatCosts
 from swiftopt.core.events import Way
+from swiftopt.core.layer_sets import LayerSet, searchable
 from swiftopt.core.records import FoundPlan, Plan
 from swiftopt.core.settings import TuningSettings
 from swiftopt.core.streams import read_stream
-from swiftopt.core.types import LayerSet, Prompt, Sampling, Verdict, searchable
+from swiftopt.core.types import Prompt, Sampling, Verdict
 from swiftopt.decoding.corpus import Corpora
 from swiftopt.decoding.engine import side_by_side
 from swiftopt.decoding.events import Generated

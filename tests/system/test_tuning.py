@@ -26,8 +26,9 @@ from swiftopt.core.events import (
     TaskFinished,
     TrialsDone,
 )
+from swiftopt.core.layer_sets import LayerSet, searchable
 from swiftopt.core.settings import SwiftSettings
-from swiftopt.core.types import LayerSet, Prompt, Sampling, searchable
+from swiftopt.core.types import Prompt, Sampling
 from swiftopt.decoding.context import Ending, TokenRule
 from swiftopt.decoding.engine import alone, side_by_side
 from swiftopt.decoding.events import Prefilled, Round

@@ -12,10 +12,11 @@ from fakes import cheap_draft_costs, worded_runtime
 
 from swiftopt.core.errors import LayerSetNotFound, SettingsError
 from swiftopt.core.events import Event, PromptFinished, TaskFinished
+from swiftopt.core.layer_sets import LayerSet, searchable
 from swiftopt.core.records import LayerSetRecord, Plan
 from swiftopt.core.requests import GenerateRequest
 from swiftopt.core.settings import SwiftSettings
-from swiftopt.core.types import LayerSet, Prompt, Sampling, searchable
+from swiftopt.core.types import Prompt, Sampling
 from swiftopt.decoding.context import Ending, TokenRule
 from swiftopt.decoding.loop import decode
 from swiftopt.decoding.methods import PLAIN, Method

@@ -6,7 +6,7 @@ import dataclasses
 
 from fakes import cheap_draft_costs, flat_costs
 
-from swiftopt.core.types import LayerSet
+from swiftopt.core.layer_sets import LayerSet
 from swiftopt.optimizer.evaluation import MIN_CANDIDATES, affordable_candidates, candidates_per_pass
 from swiftopt.optimizer.strategies import MAX_CANDIDATES
 

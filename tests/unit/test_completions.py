@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from pydantic import BaseModel, ValidationError
 
 from swiftopt.core.errors import InvalidInput
-from swiftopt.core.types import Completion, LayerSet, Timings
+from swiftopt.core.layer_sets import LayerSet
+from swiftopt.core.types import Completion, Timings
 from swiftopt.server.chat_fields import plain_messages
 from swiftopt.server.jobs import JobSubmission
 from swiftopt.server.responses import AskedResponse

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from swiftopt.core.context_costs import deepened
 from swiftopt.core.costs import CostProfile, FormatCosts
-from swiftopt.core.types import LayerSet
+from swiftopt.core.layer_sets import LayerSet
 from swiftopt.decoding.draft_worth import (
     MAX_OBSERVATIONS,
     Acceptance,

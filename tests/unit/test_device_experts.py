@@ -13,7 +13,7 @@ from gguf_blocks import mxfp4
 from native import library
 from on_device import DTYPES, HALF, PLACE, close, drawn, here, in_steps_and_in_a_tree
 
-from swiftopt.core.types import LayerSet
+from swiftopt.core.layer_sets import LayerSet
 from swiftopt.models.block_experts import HALVES, PARTS, BlockExperts, stacked
 from swiftopt.models.coded import CodedLinear, Codes
 from swiftopt.models.expert_checkpoints import mixtures_of

@@ -8,8 +8,8 @@ import random
 import pytest
 
 from swiftopt.core.costs import CostProfile
+from swiftopt.core.layer_sets import LayerSet
 from swiftopt.core.settings import PAPER_BRANCHING, SwiftSettings
-from swiftopt.core.types import LayerSet
 from swiftopt.optimizer.drafting import branching_of, search_drafting
 from swiftopt.optimizer.evaluation import WindowScore, swift_speedup
 

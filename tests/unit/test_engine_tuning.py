@@ -11,8 +11,9 @@ from fakes import made_up_gpus
 from tiny_files import save
 
 from swiftopt.core.errors import InvalidInput
+from swiftopt.core.layer_sets import LayerSet
 from swiftopt.core.records import LayerSetRecord
-from swiftopt.core.types import LayerSet, Prompt
+from swiftopt.core.types import Prompt
 from swiftopt.engines.packages import Row
 from swiftopt.engines.tuning import EngineTuned, EngineTuneRequest, EngineTuning, EngineUnusable
 from swiftopt.engines.turns import Question, RowRuns, TimedAnswer, TurnsRequest

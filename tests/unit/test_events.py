@@ -29,9 +29,10 @@ from swiftopt.core.events import (
     event_from_json,
     event_type,
 )
+from swiftopt.core.layer_sets import LayerSet
 from swiftopt.core.records import LayerSetRecord
 from swiftopt.core.requests import STATES, Job
-from swiftopt.core.types import Completion, LayerSet, Prompt, Timings, Trial, Verdict
+from swiftopt.core.types import Completion, Prompt, Timings, Trial, Verdict
 
 FIGURE = st.floats(allow_nan=False, allow_infinity=False)
 PERHAPS = st.none() | FIGURE

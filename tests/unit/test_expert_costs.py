@@ -9,8 +9,8 @@ from itertools import combinations, product
 import pytest
 
 from swiftopt.core.costs import CostProfile, ExpertCosts, ExpertCounts, FormatCosts, distinct_experts
+from swiftopt.core.layer_sets import LayerSet, searchable
 from swiftopt.core.observed_costs import ObservedCosts, PassTiming
-from swiftopt.core.types import LayerSet, searchable
 from swiftopt.optimizer.proposer import savings_of
 from swiftopt.optimizer.strategies.base import ExpertLevels, SearchProblem
 

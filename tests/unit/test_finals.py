@@ -6,7 +6,8 @@ import json
 
 import pytest
 
-from swiftopt.core.types import LayerSet, Trial
+from swiftopt.core.layer_sets import LayerSet
+from swiftopt.core.types import Trial
 from swiftopt.optimizer.challengers import FINAL_WINDOWS, FINALISTS, ChallengerTest, Finals, Incumbent, WindowStart
 
 WINDOW = 8

@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swiftopt.core.costs import CostProfile, FormatCosts, expected_of, published_speedup
+from swiftopt.core.layer_sets import LayerSet
 from swiftopt.core.settings import SwiftSettings
-from swiftopt.core.types import Completion, LayerSet
+from swiftopt.core.types import Completion
 from swiftopt.optimizer.evaluation import WindowScore, adaptive_speedup, objective, replay
 
 CHAIN = SwiftSettings(dynamic_verification=False)

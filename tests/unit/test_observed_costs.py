@@ -10,8 +10,8 @@ import pytest
 
 from swiftopt.core.context_costs import deepened
 from swiftopt.core.costs import CostProfile, FormatCosts
+from swiftopt.core.layer_sets import LayerSet
 from swiftopt.core.observed_costs import MAX_BASE_WEIGHT, MIN_REFINED_PASSES, ObservedCosts, PassTiming
-from swiftopt.core.types import LayerSet
 
 N_LAYERS = 4
 DRAFT = LayerSet(N_LAYERS).filled("int4")

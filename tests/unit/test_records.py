@@ -14,9 +14,9 @@ from pydantic import TypeAdapter
 
 import swiftopt
 from swiftopt.core.errors import LayerSetError, NotFound
+from swiftopt.core.layer_sets import LayerSet
 from swiftopt.core.records import FoundPlan, LayerSetRecord, Plan, PlanInUse, import_file
 from swiftopt.core.settings import FORMATS
-from swiftopt.core.types import LayerSet
 
 LEAST: dict[str, Any] = {
     "schema": LayerSetRecord.SCHEMA,

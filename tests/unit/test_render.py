@@ -30,8 +30,9 @@ from swiftopt.core.events import (
     TrialsDone,
     event_line,
 )
+from swiftopt.core.layer_sets import LayerSet, searchable
 from swiftopt.core.records import LayerSetRecord, ModelInfo, PlanInUse
-from swiftopt.core.types import Completion, LayerSet, Prompt, Timings, Trial, Verdict, searchable
+from swiftopt.core.types import Completion, Prompt, Timings, Trial, Verdict
 from swiftopt.models.sources import ALIASES, LocalCopy
 from swiftopt.server.dashboard.drawing import map_words
 from swiftopt.terminal.output import StepNotes, about

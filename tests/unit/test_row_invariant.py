@@ -17,7 +17,7 @@ from transformers.activations import ACT2FN
 from transformers.models.nanochat.modeling_nanochat import NanoChatRMSNorm
 
 from swiftopt.core.errors import SettingsError
-from swiftopt.core.types import LayerSet, PartForm
+from swiftopt.core.layer_sets import LayerSet, PartForm
 from swiftopt.models.blocks import attend
 from swiftopt.models.buffer import KVBuffer
 from swiftopt.models.coded import CodedLinear, Codes, unpack

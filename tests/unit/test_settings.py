@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from swiftopt.core.errors import LayerSetError, SettingsError
+from swiftopt.core.layer_sets import LayerSet, searchable
 from swiftopt.core.serialization import LARGEST
 from swiftopt.core.settings import SwiftSettings
-from swiftopt.core.types import LayerSet, Sampling, searchable
+from swiftopt.core.types import Sampling
 
 
 def test_defaults_are_those_of_appendix_b2() -> None:

@@ -8,8 +8,9 @@ from dataclasses import replace
 
 import pytest
 
+from swiftopt.core.layer_sets import LayerSet
 from swiftopt.core.records import KnownSet, nearest, pack_state, unit, unpack_state
-from swiftopt.core.types import Completion, LayerSet
+from swiftopt.core.types import Completion
 from swiftopt.optimizer.shift import FAR_PROMPTS, SERVED_ALARM, SERVED_N_LEARN, AcceptanceChart, ShiftWatch
 
 

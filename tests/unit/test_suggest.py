@@ -16,7 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from swiftopt.core.types import LayerSet, Trial
+from swiftopt.core.layer_sets import LayerSet
+from swiftopt.core.types import Trial
 from swiftopt.optimizer.strategies import interval
 from swiftopt.optimizer.strategies.base import SearchProblem, draw, exchange
 from swiftopt.optimizer.strategies.interval import MAX_FAILURES, SUGGESTIONS_MODULE, IntervalStrategy, SuggestionProcess
