@@ -161,6 +161,11 @@ class Conflict(SwiftoptError):
 class LeaseLost(SwiftoptError): ...
 
 
+def cut_short(text: str, longest: int = 40) -> str:
+    """Return a text from a file for a sentence: in one line, and no more than `longest` characters of it."""
+    return text if len(text) <= longest and text.isprintable() else ascii(text[:longest])
+
+
 def first_line(error: BaseException) -> str:
     """Return the first line of another library's error message, shortened for use in a sentence."""
     if isinstance(error, OSError) and error.strerror:

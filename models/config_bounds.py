@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..core.errors import ModelNotFound
+from ..core.errors import ModelNotFound, cut_short
 from .config_layout import heads_of, layer_config, windows_of
 from .families import family_of
 from .family import Selective
@@ -149,8 +149,7 @@ PER_LAYER = {"moe_topk": ("hunyuan_v1_moe",), "moe_intermediate_size": ("hunyuan
 
 def shown(value: Any) -> str:
     """Return a value for a sentence: short, in one line."""
-    text = repr(value)
-    return text if len(text) <= 40 and text.isprintable() else ascii(text[:40])
+    return cut_short(repr(value))
 
 
 def check_together(config: Any, path: Path) -> None:

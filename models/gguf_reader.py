@@ -22,7 +22,7 @@ from typing import Any, overload
 import numpy as np
 from numpy.typing import NDArray
 
-from ..core.errors import ModelNotFound, UnsupportedModel
+from ..core.errors import ModelNotFound, UnsupportedModel, cut_short
 from .saved import MAGIC, refuse_other_file
 
 VERSIONS = (2, 3)
@@ -308,8 +308,7 @@ def _state(status: os.stat_result) -> tuple[int, ...]:
 
 def _shown(name: str) -> str:
     """Return a name from a file for a sentence: it may be anything, of any length."""
-    plain = name.isprintable() and len(name) <= LONGEST_NAME
-    return name if plain else ascii(name[:LONGEST_NAME])
+    return cut_short(name, LONGEST_NAME)
 
 
 def parts_of(path: Path) -> Iterator[Path]:

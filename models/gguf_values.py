@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ..core.errors import ModelNotFound, UnsupportedModel
+from ..core.errors import ModelNotFound, UnsupportedModel, cut_short
 from .gguf_form import GgufForm
 from .gguf_reader import GgufFile
 
@@ -120,5 +120,4 @@ class OwnSettings:
 
 
 def shown(value: Any) -> str:
-    text = str(value)
-    return text if len(text) <= 40 and text.isprintable() else ascii(text[:40])
+    return cut_short(str(value))
