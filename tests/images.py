@@ -77,6 +77,9 @@ assert obstacle() is None, obstacle()
 
 
 FAILED = "FAILED"
+# buildah copies itself to memory before it begins a command, and seals the copy. The kernel refuses the seal while it
+# still holds the copy's pages elsewhere, as it does for moments on a busy machine.
+NOT_BEGUN, ATTEMPTS = "sealing memfd copy: Device or resource busy", 5
 
 
 class Failed(Exception):
@@ -115,11 +118,14 @@ class Report:
 
 
 def done(*words: str | Path, limit_s: float = 900.0, **more: Any) -> str:
-    """Run a command to its end and return what it wrote to stdout.
+    """Run a command to its end and return what it wrote to stdout; a command that buildah could not begin, again.
 
     Raises: Failed: it ended with another code than 0.
     """
-    found = subprocess.run([str(word) for word in words], capture_output=True, text=True, timeout=limit_s, **more)
+    for _ in range(ATTEMPTS):
+        found = subprocess.run([str(word) for word in words], capture_output=True, text=True, timeout=limit_s, **more)
+        if NOT_BEGUN not in found.stderr:
+            break
     if found.returncode:
         command, said = shlex.join(map(str, words))[:300], (found.stderr or found.stdout)[-3000:]
         raise Failed(f"{command} ended with {found.returncode}:\n{said}")
