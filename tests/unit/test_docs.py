@@ -251,7 +251,7 @@ def test_models_page_has_a_row_per_supported_type() -> None:
     rows = re.findall(r"^\| `(\w+)` \|", told.partition("## Architectures")[2].partition("\n## ")[0], re.MULTILINE)
     assert rows == sorted({*FAMILIES, *MULTIMODAL})
     assert models_page(told) == told, RENEW
-    assert f"which {len(rows)} types of models can be loaded" in text_of("README.md")
+    assert f"which {len(rows)} model types load" in text_of("README.md")
 
 
 def test_manual_explains_every_word_of_the_types() -> None:
