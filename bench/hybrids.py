@@ -62,8 +62,25 @@ GRANITE: dict[str, Any] = {
     "max_position_embeddings": 32768,
     "eos_token_id": None,
 }
+JAMBA: dict[str, Any] = {
+    "model_type": "jamba",
+    "vocab_size": TOKENS,
+    "hidden_size": 2560,
+    "intermediate_size": 8192,
+    "num_experts": 1,
+    "num_attention_heads": 20,
+    "num_key_value_heads": 1,
+    "mamba_d_state": 16,
+    "mamba_dt_rank": 160,
+    "max_position_embeddings": 32768,
+    "eos_token_id": None,
+}
 # By name: settings of a config, and one layer in how many has attention.
-SHAPES: dict[str, tuple[dict[str, Any], int]] = {"qwen3.5-2b": (QWEN, 4), "granite-4.0-h-1b": (GRANITE, 10)}
+SHAPES: dict[str, tuple[dict[str, Any], int]] = {
+    "qwen3.5-2b": (QWEN, 4),
+    "granite-4.0-h-1b": (GRANITE, 10),
+    "jamba-reasoning-3b": (JAMBA, 14),
+}
 REPEATS = 15
 ROWS = 8
 CONTEXT = 256
@@ -78,8 +95,7 @@ NEW_TOKENS, TURN_TOKENS = 16, 48  # Tokens of an answer, and of what is new in a
 def main(shape: str, layers: int, prompt_tokens: int, chat_tokens: int) -> None:
     """Measure a hybrid of a shape; prints one JSON object."""
     settings, period = SHAPES[shape]
-    kinds = ["full_attention" if layer % period == period - 1 else "linear_attention" for layer in range(layers)]
-    hybrid, attention = made(settings, kinds), made(settings, ["full_attention"] * layers)
+    hybrid, attention = made(settings, period, layers), made(settings, 1, layers)
     report: dict[str, Any] = {"schema": SCHEMA, "machine": machine_name(hybrid), "shape": shape, "layers": layers}
     report["threads"], report["level"] = torch.get_num_threads(), getattr(hybrid.native, "level", None)
     text = [(7 * i * i + 3 * i) % (TOKENS - 2) + 2 for i in range(chat_tokens)]
@@ -93,9 +109,13 @@ def main(shape: str, layers: int, prompt_tokens: int, chat_tokens: int) -> None:
     click.echo(json.dumps(report))
 
 
-def made(settings: Mapping[str, Any], kinds: Sequence[str]) -> Runtime:
-    """Return a runtime of random weights in bfloat16, with layers of these kinds, on our kernels."""
-    config = AutoConfig.for_model(**settings, num_hidden_layers=len(kinds), layer_types=list(kinds))
+def made(settings: Mapping[str, Any], period: int, n_layers: int) -> Runtime:
+    """Return a runtime of random weights in bfloat16, on our kernels; one layer in `period` has attention."""
+    kinds = ["full_attention" if layer % period == period - 1 else "linear_attention" for layer in range(n_layers)]
+    layers: dict[str, Any] = {"layer_types": kinds}
+    if settings["model_type"] == "jamba":
+        layers = {"attn_layer_period": period, "attn_layer_offset": period - 1}
+    config = AutoConfig.for_model(**settings, **layers, num_hidden_layers=n_layers)
     runtime = random_runtime(config, "cpu")
     at_speed(runtime, "exact")
     return runtime
