@@ -7,7 +7,6 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, Protocol, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
@@ -15,9 +14,9 @@ from ..core.errors import UnsupportedModel
 from ..core.layer_sets import KINDS, LayerSet
 from .buffer import KVBuffer
 from .coded import CodedLinear
-from .config_layout import AttentionWindow, HeadLayout, heads_of, key_sources
+from .config_layout import AttentionWindow, heads_of, key_sources
 from .family import Family, GatedDelta, Mixer, Selective, SelectiveScan, ShortConv, names_in
-from .heads import split_gates, split_heads
+from .heads import attend, split_gates, split_heads
 from .latents import heads_of_latents, values_of_latents
 from .layer_inputs import LayerEnding
 from .mixtures import NormedMixture, mlp_beside_experts, weighed_inputs
@@ -30,7 +29,10 @@ PLAIN_LINEAR = {"Linear", "Conv1D", "FalconLinear"}  # Names of classes that com
 
 
 def submodule(root: nn.Module, names: str | None) -> Any:
-    """Return a part of a model by its names in a row of `FAMILIES`; None: the model lacks it, and may."""
+    """Return a part of a model by its names in a row of `FAMILIES`; None: the model lacks it, and the row allows that.
+
+    Raises: AttributeError: the model lacks a part that the row requires.
+    """
     if names is None:
         return None
     for name in names_in(names):
@@ -45,9 +47,10 @@ def submodule(root: nn.Module, names: str | None) -> Any:
 class RowGroup:
     """Rows of one sequence that a sub-layer runs on, and the slots they attend to; shared by all layers of a pass.
 
-    `spans`: consecutive shares of the group, as (first row in the group, first slot, length): where their keys and
-    values go. `mask`: as for `attend`, over [start, end). `before`: int64 (rows, n), the slots of the last n tokens
-    that a convolution reads for a row, its own last; -1 before the text. `seen`, `is_text`: see `Rows`.
+    `spans` says where keys and values are written: consecutive parts of the group, each as (first row in the group,
+    first slot, length). `mask` is as for `attend`, over slots start … end - 1. `before`, int64 (rows, n), has the slots
+    of the n tokens that a convolution reads for a row, the row's own last; -1 before the text. `seen` and `is_text` are
+    as in `Rows`.
     """
 
     rotation: RotaryTables | None
@@ -65,42 +68,42 @@ class RowGroup:
 
 
 class LayerRows(Protocol):
-    """The rows that a layer's attention runs on, of any number of sequences; `rotation` of each: see `RotaryTables`.
+    """The rows of any number of sequences that a layer runs on.
 
-    Without one, `attend` turns queries and keys, or there is nothing to turn.
+    `rotation` has the rows of the rotary tables; None: `attend` rotates queries and keys itself, or nothing is rotated.
     """
 
     rotation: RotaryTables | None
 
     def attend(self, block: Block, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Write the rows' keys and values, if there are any; return the heads' outputs, (rows, heads * width)."""
+        """Write the rows' keys and values, if the layer has its own; return heads' outputs (rows, heads * width)."""
         ...
 
     def convolution_inputs(self, block: Block, inputs: Tensor) -> Tensor:
         """Write the rows' inputs (rows, values); return those that each row reads, (rows, taps, values), oldest first.
 
-        There are zeros before the text.
+        Inputs before the text are zero.
         """
         ...
 
     def recurrence_tails(self, block: Block, inputs: Tensor) -> Tensor:
-        """Return what the convolution before a recurrent layer's state reads for rows by their inputs (rows, values).
+        """Return what the convolution of a recurrent layer reads for each row, (rows, taps, values); write nothing.
 
-        As `convolution_inputs`, but that nothing is written.
+        Args: inputs: the rows' own, (rows, values).
         """
         ...
 
     def recurrence(self, block: Block, inputs: Tensor) -> Tensor:
-        """Return what rows read of a recurrent layer's state by their inputs (rows, values): (rows, heads * width)."""
+        """Advance a recurrent layer's state by inputs (rows, values); return its outputs (rows, heads * width)."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class LayerModules:
-    """Modules of a layer, None where it lacks one; `beside`: those of a mixer that stands beside attention.
+    """Modules of a layer; None for each that it lacks.
 
-    `latents`: the maps from latents to heads, of queries, and of keys and values; the latents' norms are `q_norm` and
-    `k_norm` then.
+    `latents` are the maps from latents to heads: of queries, and of keys and values; `q_norm` and `k_norm` are then the
+    norms of these latents. `beside` has the modules of a mixer that runs in parallel to attention.
     """
 
     attn_norm: Any = None
@@ -122,19 +125,20 @@ class LayerModules:
     def modules(self) -> Iterator[Any]:
         """Yield every module; None where the layer lacks it."""
         for part in fields(self):
-            one = getattr(self, part.name)
-            yield from one.modules() if isinstance(one, LayerModules) else one if isinstance(one, tuple) else (one,)
+            value = getattr(self, part.name)
+            is_nested = isinstance(value, LayerModules)
+            yield from value.modules() if is_nested else value if isinstance(value, tuple) else (value,)
 
     def with_map(self, old: nn.Module, new: nn.Module) -> LayerModules:
-        """Return the modules with another linear map of what mixes tokens."""
-        if not any(one is old for one in self.maps()):
+        """Return the modules with one linear map of the token mixers replaced."""
+        if not any(module is old for module in self.maps()):
             return self
-        qkv, latents = (tuple(new if one is old else one for one in some) for some in (self.qkv, self.latents))
+        qkv, latents = (tuple(new if map_ is old else map_ for map_ in maps) for maps in (self.qkv, self.latents))
         beside = None if self.beside is None else self.beside.with_map(old, new)
         return replace(self, qkv=qkv, latents=latents, out=new if self.out is old else self.out, beside=beside)
 
     def maps(self) -> list[Any]:
-        """Return the linear maps of what mixes tokens."""
+        """Return the linear maps of the layer's token mixers: attention, a convolution or a recurrence."""
         linear_maps = [] if self.out is None else [*self.qkv, *filter(None, self.latents), self.out]
         return linear_maps if self.beside is None else [*linear_maps, *self.beside.maps()]
 
@@ -142,9 +146,9 @@ class LayerModules:
 def queries_keys_values(
     block: Block, parts: LayerModules, normed: Tensor, rotation: RotaryTables | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return queries (rows, heads, width), keys and values (rows, kv_heads, width) of normed states, rotated.
+    """Return rotated queries (rows, heads, width), keys and values (rows, kv_heads, width) of normed states.
 
-    There are 0 kv_heads where the layer reads another one's.
+    kv_heads is 0 if the layer reads another layer's keys and values.
     """
     return rotated_heads(block, parts, [project(normed) for project in parts.qkv], rotation)
 
@@ -152,7 +156,7 @@ def queries_keys_values(
 def rotated_heads(
     block: Block, parts: LayerModules, projected: Sequence[Tensor], rotation: RotaryTables | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return what `queries_keys_values` does, of the projections' outputs."""
+    """Return the same as `queries_keys_values`, given the outputs of the projections."""
     if block.heads.latent is not None:
         query, key = heads_of_latents(block.heads, (parts.q_norm, parts.k_norm), parts.latents, projected)
         value = key
@@ -178,7 +182,7 @@ def rotated_heads(
 
 
 def attention_out(block: Block, parts: LayerModules, mixed: Tensor) -> Tensor:
-    """Return attention's output, given its heads' outputs (rows, heads * width)."""
+    """Return attention's output (rows, hidden_size), given its heads' outputs (rows, heads * width)."""
     if block.heads.latent is not None:
         mixed = values_of_latents(block.heads, parts.latents[1], mixed)
     out = cast(Tensor, parts.out(mixed if parts.inner_norm is None else parts.inner_norm(mixed)))
@@ -186,7 +190,7 @@ def attention_out(block: Block, parts: LayerModules, mixed: Tensor) -> Tensor:
 
 
 def convolved(block: Block, parts: LayerModules, normed: Tensor, rows: LayerRows) -> Tensor:
-    """Return what a gated short convolution gives for normed states (rows, hidden_size)."""
+    """Return the output of a gated short convolution for normed states (rows, hidden_size)."""
     into_gate, out_gate, values = parts.qkv[0](normed).chunk(3, dim=-1)
     inputs = rows.convolution_inputs(block, into_gate * values)
     wide = torch.promote_types(inputs.dtype, torch.float32)
@@ -198,7 +202,7 @@ def convolved(block: Block, parts: LayerModules, normed: Tensor, rows: LayerRows
 
 
 def recalled(block: Block, parts: LayerModules, normed: Tensor, rows: LayerRows) -> Tensor:
-    """Return what a recurrence gives for normed states (rows, hidden_size)."""
+    """Return the output of a recurrent layer for normed states (rows, hidden_size)."""
     rule = block.rule
     assert rule is not None
     projected = torch.cat([project(normed) for project in parts.qkv], dim=-1)
@@ -219,7 +223,7 @@ def has_experts(mlp: nn.Module) -> bool:
 
 
 def mlp_out(parts: LayerModules, normed: Tensor) -> Tensor:
-    if has_experts(parts.mlp):  # Its modules read (batch, rows, hidden_size), and may return the router's scores, too.
+    if has_experts(parts.mlp):  # Such a module takes (batch, rows, hidden_size); it may also return router scores.
         mixed = parts.mlp(normed[None])
         out = cast(Tensor, (mixed[0] if isinstance(mixed, tuple) else mixed)[0])
     else:
@@ -228,7 +232,7 @@ def mlp_out(parts: LayerModules, normed: Tensor) -> Tensor:
 
 
 class LayersMaps(nn.Module):
-    """The MLP of a layer that has its parts itself, under the names that they have there."""
+    """The MLP of a layer whose MLP maps are modules of the layer itself (OPT); they keep their names."""
 
     def __init__(self, layer: nn.Module, family: Family) -> None:
         super().__init__()
@@ -245,8 +249,8 @@ class LayersMaps(nn.Module):
 def _mlp_of(layer: nn.Module, family: Family) -> nn.Module:
     named = family.experts
     if named is not None and named.norms is not None:
-        has_one = getattr(layer, named.router.partition(".")[0], None) is not None
-        return NormedMixture(layer, named, family.mlp) if has_one else layer.get_submodule(family.mlp)
+        has_router = getattr(layer, named.router.partition(".")[0], None) is not None
+        return NormedMixture(layer, named, family.mlp) if has_router else layer.get_submodule(family.mlp)
     if named is not None and named.beside is not None and getattr(layer, named.beside) is not None:
         return mlp_beside_experts(layer, named, family.mlp)
     if named is not None and named.weighs_inputs and has_experts(mixture := layer.get_submodule(family.mlp)):
@@ -257,14 +261,19 @@ def _mlp_of(layer: nn.Module, family: Family) -> nn.Module:
 class Block:
     """The sub-layers of one decoder layer, each with the norms around it.
 
-    `kinds`: the sub-layers that it has. `has_attention`: whether attention is among what mixes its tokens. `n_taps`:
-    tokens that a short convolution reads for a row, its own among them, where the layer has one in place of attention,
-    or before the recurrence `rule`; 0: it has neither. `head_order`: of which of the rule's heads each block of what
-    its output map reads is; None: they are in the rule's order. `clip`: what the projections give lies between it and
-    its negative; None: no bound. `head_norm`: as in `Family`. `layer_type`: of its rotation, None without one.
-    `softcap` bounds scores; None: no bound. `sinks`: (heads,) further scores that read nothing; None: none.
-    `added_scale`: what a sub-layer adds is multiplied by it; `attn_scale`: what attention gives, before. `source`: the
-    layer whose keys and values attention reads. `end`: what the layer does after its sub-layers; None: nothing.
+    kinds: the sub-layers that it has.
+    has_attention: whether attention is one of its token mixers.
+    n_taps: number of tokens that its short convolution reads, the row's own included; 0: it has no convolution.
+    rule: the recurrence in place of attention or in parallel to it, which reads what the convolution gives; or None.
+    head_order: for each block of the output map's inputs, the head of `rule` it belongs to; None: in the rule's order.
+    clip: outputs of the projections are limited to ± this value; None: they are not limited.
+    head_norm: as in `Family`.
+    layer_type: selects its rotary tables; None: no rotation.
+    softcap: bound of attention scores, see `attend`; None: no bound.
+    sinks: (heads,) scores without a value, which only enlarge the softmax's sum; or None.
+    attn_scale, added_scale: factors of attention's output, and of what every sub-layer adds to the residual stream.
+    source: the layer whose keys and values attention reads.
+    end: what the layer computes after its sub-layers; None: nothing.
     """
 
     def __init__(
@@ -289,7 +298,7 @@ class Block:
         self.clip = _number(config, family.clip)
         self.softcap = _number(config, "attn_logit_softcapping")
         self.sinks: Tensor | None = None
-        scales = (_number(owner, family.residual_scale) for owner in (config, layer))  # MiniCPM 3's layers have it.
+        scales = (_number(owner, family.residual_scale) for owner in (config, layer))  # In MiniCPM 3 it is the layer's.
         self.added_scale = next((scale for scale in scales if scale is not None), 1.0)
         mixer = family.mixer_of(config, index)
         mixing = None if mixer is None else self._mixer_modules(layer, family, mixer)
@@ -297,11 +306,11 @@ class Block:
         parts = replace(attention, beside=mixing) if attention else mixing or LayerModules()
         if "mlp" in self.kinds:
             mlp, mlp_norm = _mlp_of(layer, family), submodule(layer, family.mlp_norm)
-            mlp_norm = None if isinstance(mlp, NormedMixture) else mlp_norm  # Its parts have norms of their own.
+            mlp_norm = None if isinstance(mlp, NormedMixture) else mlp_norm  # A NormedMixture applies its own norms.
             parts = replace(parts, mlp_norm=mlp_norm, mlp=mlp, mlp_post=submodule(layer, family.mlp_post_norm))
         self.parts = parts
         self.n_taps = mixing.conv.kernel_size[0] if mixing else 0
-        # None: the layer has one MLP, or none.
+        # None: the layer has a plain MLP, or none.
         self.experts = family.experts if parts.mlp is not None and has_experts(parts.mlp) else None
         self.rule: StateRule | None = None
         if mixing and isinstance(mixer, GatedDelta):
@@ -318,7 +327,7 @@ class Block:
 
     @property
     def row_form(self) -> tuple[Any, ...]:
-        """What decides the rows that the layer reads; layers of one form share groups of rows."""
+        """Key of the row groups that the layer reads; layers with equal keys share them."""
         return self.window, self.layer_type, self.n_taps, self.has_attention, self.heads, self.device
 
     def _attention_modules(self, layer: nn.Module, family: Family, config: Any) -> LayerModules:
@@ -326,19 +335,24 @@ class Block:
         self.scaling = float(getattr(attn, family.scaling))
         self.sinks = None if family.sinks is None else getattr(attn, family.sinks)
         q_norm, k_norm = family.head_norms or (None, None)
-        # All of a fused projection; else as many as the layer has.
+        # A fused projection is one map. Layers without keys or values of their own have fewer projections.
         qkv = tuple(submodule(attn, name) for name in family.qkv[: self.heads.projected])
         latents = tuple(submodule(attn, name) for name in family.latents or ())
         if latents and not (isinstance(latents[1], CodedLinear) or type(latents[1]).__name__ in PLAIN_LINEAR):
             raise UnsupportedModel(
-                f"a {type(latents[1]).__name__} computes this model's map from latents, whose weights are read head by"
-                " head here: use the model as it was before it was quantised"
+                f"a {type(latents[1]).__name__} computes this model's map from latents, and swiftopt needs its weights"
+                " head by head: use the model as it was before it was quantised"
             )
         if family.attn_scales is not None:
-            # Attention is linear in its values, and scores in queries and keys.
-            into, keys, given = (_number(config, name) or 1.0 for name in family.attn_scales)
-            self.scaling, self.attn_scale = self.scaling * into * into * keys, into * given
-            if (into, keys) != (1.0, 1.0) and any(getattr(project, "bias", None) is not None for project in qkv):
+            # Scores are linear in queries and in keys, and the output is linear in values. So factors of the inputs and
+            # of the keys can be applied to scores and output instead.
+            input_scale, key_scale, out_scale = (_number(config, name) or 1.0 for name in family.attn_scales)
+            self.scaling, self.attn_scale = (
+                self.scaling * input_scale * input_scale * key_scale,
+                input_scale * out_scale,
+            )
+            has_bias = any(getattr(project, "bias", None) is not None for project in qkv)
+            if (input_scale, key_scale) != (1.0, 1.0) and has_bias:
                 raise UnsupportedModel("this model multiplies a projection that has a bias, which is not supported")
         return LayerModules(
             attn_norm=submodule(layer, family.attn_norm),
@@ -365,9 +379,9 @@ class Block:
         )
 
     def attention(self, normed: Tensor, rows: LayerRows, parts: LayerModules | None = None) -> Tensor:
-        """Return what attention adds to states, given their norm (rows, hidden_size); write the rows' keys and values.
+        """Return what attention, or the mixer in its place, adds to the residual stream; write what the buffer keeps.
 
-        Args: parts: a quantised copy's modules, None for the layer's own.
+        Args: normed: (rows, hidden_size). parts: the modules of a quantised copy (None: the layer's own).
         """
         parts = parts or self.parts
         if not self.has_attention:
@@ -387,7 +401,7 @@ class Block:
         return self.added(mlp_out(parts or self.parts, normed))
 
     def added(self, out: Tensor) -> Tensor:
-        """Return what the residual stream gets of a sub-layer's output."""
+        """Return what a sub-layer's output adds to the residual stream."""
         return out if self.added_scale == 1.0 else out * self.added_scale
 
 
@@ -428,7 +442,7 @@ class BufferRows:
         return torch.cat([states.advance(block.index, block.rule, rows) for states, rows in self._of_states(inputs)])
 
     def _of_states(self, inputs: Tensor) -> Iterator[tuple[RecurrentStates, StateRows]]:
-        """Yield the states of each group's sequence, and its rows."""
+        """Yield each sequence's recurrent states and rows."""
         n_rows = [group.n_rows for group, _ in self.groups]
         for group_inputs, (group, buffer) in zip(torch.split(inputs, n_rows), self.groups, strict=True):
             assert buffer.states is not None
@@ -447,46 +461,7 @@ def _attended(block: Block, query: Tensor, key: Tensor, value: Tensor, group: Ro
     return attend(query, *layer_slots, group.mask, block.scaling, block.softcap, block.sinks)
 
 
-def attend(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    mask: Tensor | None,
-    scaling: float,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-) -> Tensor:
-    """Compute attention of (rows, heads, head_dim) over (kv_heads, slots, head_dim): (rows, heads * head_dim).
-
-    The query heads that share a key head become extra rows of it, so that keys and values are read in place and
-    never repeated. `mask` is additive, (groups * rows, slots), see `of_groups`; None: each row sees all. A `softcap`
-    bounds scores: c tanh(score / c). `sinks` (heads,) are further scores that read nothing.
-    """
-    rows, heads, width = query.shape
-    kv_heads = keys.shape[0]
-    groups = heads // kv_heads
-    # (rows, kv_heads, groups, width) -> (kv_heads, groups * rows, width)
-    folded = query.view(rows, kv_heads, groups, width).permute(1, 2, 0, 3).reshape(1, kv_heads, groups * rows, width)
-    if softcap is None and sinks is None:
-        mixed = F.scaled_dot_product_attention(folded, keys[None], values[None], attn_mask=mask, scale=scaling)
-    else:
-        scores = folded @ keys.transpose(1, 2) * scaling
-        scores = scores if softcap is None else torch.tanh(scores / softcap) * softcap
-        scores = scores if mask is None else scores + mask
-        if sinks is not None:
-            sink_scores = sinks.to(scores.dtype).view(1, kv_heads, groups, 1).expand(-1, -1, -1, rows)
-            scores = torch.cat((scores, sink_scores.reshape(1, kv_heads, groups * rows, 1)), dim=-1)
-        wide = scores.softmax(dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32))
-        mixed = wide[..., : keys.shape[1]].to(query.dtype) @ values
-    return mixed.view(kv_heads, groups, rows, width).permute(2, 0, 1, 3).reshape(rows, heads * width)
-
-
-def of_groups(heads: HeadLayout, mask: Tensor) -> Tensor:
-    """Repeat a mask (rows, slots) for every query head of a key head: (groups * rows, slots)."""
-    return mask if heads.n_groups == 1 else mask.repeat(heads.n_groups, 1)
-
-
 def whole_set(blocks: Sequence[Block]) -> LayerSet:
-    """Return a model itself, as a set that leaves nothing out."""
+    """Return the set of all sub-layers that the model has: nothing is skipped."""
     absent = (f"{kind}:{block.index}" for block in blocks for kind in KINDS if kind not in block.kinds)
     return LayerSet(len(blocks), absent=tuple(absent))

@@ -22,9 +22,10 @@ from torch import Tensor
 
 from ..core.costs import ExpertCounts
 from ..core.layer_sets import KINDS, Kind, LayerSet, PartForm
-from .blocks import Block, BufferRows, RowGroup, of_groups
+from .blocks import Block, BufferRows, RowGroup
 from .buffer import KVBuffer
 from .config_layout import AttentionWindow
+from .heads import of_groups
 from .kernels import device_attention as kernels
 from .rotation import RotaryTables, TablesByType
 from .transfers import uploaded

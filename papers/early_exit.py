@@ -28,14 +28,9 @@ from transformers.pytorch_utils import Conv1D
 
 from ..core.errors import InvalidInput, UnsupportedModel
 from ..core.records import LearnedKind, LearnedRecord
-from ..models.blocks import (
-    LayerModules,
-    attend,
-    attention_out,
-    mlp_out,
-    queries_keys_values,
-)
+from ..models.blocks import LayerModules, attention_out, mlp_out, queries_keys_values
 from ..models.buffer import KVBuffer
+from ..models.heads import attend
 from ..models.quantised_experts import has_linears, replaced
 from ..models.residual import normed
 from ..models.rotation import joined_rotation

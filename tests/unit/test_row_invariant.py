@@ -18,12 +18,12 @@ from transformers.models.nanochat.modeling_nanochat import NanoChatRMSNorm
 
 from swiftopt.core.errors import SettingsError
 from swiftopt.core.layer_sets import LayerSet, PartForm
-from swiftopt.models.blocks import attend
 from swiftopt.models.buffer import KVBuffer
 from swiftopt.models.coded import CodedLinear, Codes, unpack
 from swiftopt.models.config_layout import AttentionWindow, HeadLayout
 from swiftopt.models.family import SlotShape
 from swiftopt.models.fused import GATES, GatedMlp, fuse
+from swiftopt.models.heads import attend
 from swiftopt.models.kernels.limits import known_form
 from swiftopt.models.loading import at_speed
 from swiftopt.models.quantised import QuantisedLinear, cpu_multiplies_fp8
