@@ -17,31 +17,31 @@ from .family import SlotShape
 from .free_memory import free_memory
 from .recurrent import RecurrentStates
 
-_Form = tuple[torch.device, int, int]  # Device, heads and width of keys, or of values, that lie in one block.
-_Place = tuple[_Form, int]  # Which tensor of which block.
+_Form = tuple[torch.device, int, int]  # Device, number of heads, and width of keys or values; a block for each.
+_Place = tuple[_Form, int]  # The block's form, and the index of a tensor in the block.
 MOST_VIEWS = 8  # Cached views of a buffer, one per range of slots; the cache is cleared when full.
 
 
 def free_bytes(device: torch.device) -> int:
-    """Return the bytes that this process can still allocate on a device; on the CPU within the container's limit."""
+    """Return the bytes that this process can still allocate on a device; a container's limit counts on the CPU."""
     if device.type == "cuda":
-        # Memory that torch has reserved and can use again.
+        # Torch reuses memory that it has reserved.
         cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return int(torch.cuda.mem_get_info(device)[0]) + cached
     return free_memory()
 
 
 class KVBuffer:
-    """Keys and values of every layer with attention by slot, or of layers with a short convolution its inputs.
+    """Keys and values of attention layers, and inputs of short convolutions, in slots.
 
-    Slot i holds position i of the committed text. After the committed slots a draft writes its chain, the target
-    overwrites it when it verifies, and candidate evaluation writes scratch rows that the next pass overwrites.
-    Keys and values of one form on one device share one block of shape (tensors, n_heads, capacity, width), keys of all
-    layers before values, so that moving a row is one copy per block. Zero-filled: a masked slot that was never written
-    must not hold a NaN.
+    Slot i holds position i of the committed text. A draft writes its rows into the slots after the committed ones, and
+    the target overwrites them when it verifies; the scoring of candidates also writes there, for one pass at a time.
+    Keys and values of equal form on one device share a block (tensors, n_heads, capacity, width), keys of all layers
+    before values, so that moving a slot is one copy per block. Blocks begin as zeros, because a masked slot that was
+    never written must not hold a NaN.
 
-    Args: shapes: of each layer; None: it keeps nothing by slot. states: of recurrent layers. sources: the layer whose
-          keys and values each layer reads (default: its own).
+    Args: shapes: what each layer stores in a slot (None: nothing). states: those of recurrent layers. sources: the
+          layer whose keys and values each layer reads (default: its own).
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class KVBuffer:
         sources: Sequence[int] = (),
     ) -> None:
         self.capacity, self.states = capacity, states
-        # How slots that stay are copied for drafts, once they are many, and these copies.
+        # Copies of committed slots in 4 bits, which drafts read in long contexts, and how they are made.
         self.coding: SlotCoding | None = None
         self.coded: CodedSlots | None = None
         self._views: dict[tuple[int, int], tuple[tuple[Tensor, ...], tuple[Tensor, ...]]] = {}
@@ -62,8 +62,8 @@ class KVBuffer:
 
         def places_of(widths: Sequence[int]) -> list[_Place | None]:
             places: list[_Place | None] = []
-            for device, own, width in zip(devices, shapes, widths, strict=True):
-                form = None if own is None or not width else (device, own.n_heads, width)
+            for device, shape, width in zip(devices, shapes, widths, strict=True):
+                form = None if shape is None or not width else (device, shape.n_heads, width)
                 places.append(None if form is None else (form, counts[form]))
                 if form is not None:
                     counts[form] += 1
@@ -71,14 +71,14 @@ class KVBuffer:
 
         self._key_places = places_of([0 if shape is None else shape.key_width for shape in shapes])
         values = places_of([0 if shape is None else shape.value_width for shape in shapes])
-        # Of a convolution both are of its inputs.
+        # A convolution has inputs only: they stand for keys and values.
         self._value_places = [value or key for value, key in zip(values, self._key_places, strict=True)]
         self._blocks: dict[_Form, Tensor] = {}
         for (device, n_heads, width), n in counts.items():
-            shape = n, n_heads, capacity, width
-            self._blocks[device, n_heads, width] = torch.zeros(shape, dtype=dtype, device=device)
+            size = n, n_heads, capacity, width
+            self._blocks[device, n_heads, width] = torch.zeros(size, dtype=dtype, device=device)
         self._nothing = [torch.empty((1, 0, 0), dtype=dtype, device=device) for device in devices]
-        # One tensor (n_heads, capacity, width) per layer; empty ones of a layer without slots.
+        # One tensor (n_heads, capacity, width) per layer, an empty one for a layer that stores nothing in slots.
         self.keys, self.values = self._by_layer({form: block.unbind() for form, block in self._blocks.items()})
 
     def _by_layer(self, tensors: Mapping[_Form, Sequence[Tensor]]) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
@@ -91,7 +91,7 @@ class KVBuffer:
         return at(self._key_places), at(self._value_places)
 
     def between(self, start: int, end: int) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        """Views of the keys and the values at slots start … end - 1, per layer (n_heads, end - start, width).
+        """Return views of the keys and values in slots start … end - 1, (n_heads, end - start, width) per layer.
 
         The views of all layers are created together and cached: creating them one by one takes several times as long.
         """
@@ -104,19 +104,20 @@ class KVBuffer:
         return views
 
     def address(self, device: torch.device) -> int:
-        """Memory address of the keys and values on a device, where they are of one form."""
+        """Memory address of the only block on a device: its keys and values must have one form."""
         (block,) = (block for form, block in self._blocks.items() if form[0] == device)
         return block.data_ptr()
 
     @cached_property
     def addresses(self) -> tuple[ctypes.Array[ctypes.c_void_p], ...]:
-        """Memory addresses of each layer's keys and values, and of a recurrent layer's inputs and states."""
+        """Memory addresses of keys, values, recurrent inputs and recurrent states: an array by layer for each."""
         pointers, layers = ctypes.c_void_p * len(self.keys), range(len(self.keys))
         by_slot = [pointers(*(part.data_ptr() for part in parts)) for parts in (self.keys, self.values)]
         if self.states is None:
             return (*by_slot, pointers(), pointers())
-        kept = (self.states.inputs, self.states.states)
-        return *by_slot, *(pointers(*(one[at].data_ptr() if at in one else None for at in layers)) for one in kept)
+        of_states = (self.states.inputs, self.states.states)
+        by_layer = ([one[i].data_ptr() if i in one else None for i in layers] for one in of_states)
+        return *by_slot, *(pointers(*addresses) for addresses in by_layer)
 
     @property
     def state_bytes(self) -> int:
@@ -129,7 +130,10 @@ class KVBuffer:
         return 0 if self.coded is None else self.coded.n_bytes
 
     def code(self, n_slots: int) -> bool:
-        """Copy what is new of the first slots, which stay, in 4 bits; return whether there are copies to read."""
+        """Copy the first slots in 4 bits, as far as they are not yet copied; return whether there are copies to read.
+
+        Args: n_slots: number of committed slots.
+        """
         if self.coding is None or n_slots < self.coding.least:
             return False
         if self.coded is None:
@@ -138,18 +142,18 @@ class KVBuffer:
         return True
 
     def commit(self, n_slots: int, is_place: bool = False) -> None:
-        """Say that the first slots hold text which stays, and whether other texts may go on from their end."""
+        """Mark the first slots as committed. Args: is_place: take a snapshot, from which other texts can continue."""
         if self.states is not None:
             self.states.commit(n_slots)
             if is_place:
                 self.states.take_snapshot()
 
     def reachable(self, n_slots: int) -> int:
-        """Return after how many of the first slots another text can go on from this buffer."""
+        """Return how many of the first `n_slots` slots another text can take over from this buffer."""
         return n_slots if self.states is None else self.states.reachable(n_slots)
 
     def copy_from(self, other: KVBuffer, n: int) -> None:
-        """Take another buffer's first `n` slots, a number that it says is `reachable`; before the first pass."""
+        """Copy another buffer's first `n` slots, a number that its `reachable` returned; call it before any pass."""
         if self.states is not None and other.states is not None:
             self.states.copy_from(other.states, other.states.reachable(n))
         for form, block in self._blocks.items():
@@ -159,7 +163,7 @@ class KVBuffer:
             self.coded.copy_from(other.coded, n)
 
     def places(self, n_slots: int) -> list[int]:
-        """Return after which numbers of slots, up to `n_slots`, a text can go on; only states limit them."""
+        """Return the numbers of slots, up to `n_slots`, from which a text can continue; [] if no states limit them."""
         return [] if self.states is None else self.states.places(n_slots)
 
     def saved_states(self, n_slots: int) -> bytes:
@@ -168,12 +172,12 @@ class KVBuffer:
         return self.states.saved(n_slots)
 
     def restore_states(self, n_slots: int, saved: NDArray[np.uint8]) -> None:
-        """Go on from what `saved_states` returned; before the first pass. Raises: ValueError: it is damaged."""
+        """Restore what `saved_states` returned; call it before any pass. Raises: ValueError: the data is damaged."""
         assert self.states is not None
         self.states.restore(n_slots, saved)
 
     def saved(self, start: int, end: int) -> NDArray[np.uint8]:
-        """Return a copy of the bytes of slots start … end - 1, of all layers, for `restore` of a buffer of its kind."""
+        """Return a copy of all layers' bytes in slots start … end - 1, for `restore` of a buffer of the same form."""
         parts = (block[:, :, start:end].cpu().contiguous() for block in self._blocks.values())
         as_bytes = [part.flatten().view(torch.uint8) for part in parts]
         return torch.cat([torch.empty(0, dtype=torch.uint8), *as_bytes]).numpy()
@@ -183,7 +187,7 @@ class KVBuffer:
         place = 0
         for block in self._blocks.values():
             slots = block[:, :, start:end]
-            if not slots.numel():  # Torch cannot view empty bytes as numbers.
+            if not slots.numel():  # Torch cannot view an empty tensor of bytes as numbers.
                 continue
             n_bytes = slots.numel() * slots.element_size()
             part = torch.from_numpy(saved[place : place + n_bytes].copy())
@@ -191,7 +195,7 @@ class KVBuffer:
             place += n_bytes
 
     def move(self, source: int | Tensor, target: int) -> None:
-        """Copy a slot's keys and values of all layers to another slot; several, int64 (n,), to consecutive ones."""
+        """Copy a slot's keys and values of all layers to slot `target`; several, int64 (n,), to `target` and after."""
         if self.states is not None:
             self.states.move(source if isinstance(source, int) else source.tolist(), target)
         for block in self._blocks.values():

@@ -1,8 +1,8 @@
 """Describes the supported architectures of transformers: one row per family, used by everything that reads models.
 
-A skipped sub-layer contributes zero to the residual stream. So a row has the names of modules, the shape of the
-query/key/value projection, and whether attention and MLP read the same residual; then what differs from Llama in what a
-layer computes; and what other formats of a model call it, for files and exports.
+A skipped sub-layer adds nothing to the residual stream, so a row says where the sub-layers are: the names of modules,
+the shape of the query/key/value projection, and whether attention and MLP read the same residual. It also says in what
+the layers differ from Llama's, and how other file formats name the family.
 """
 
 from __future__ import annotations
@@ -399,12 +399,12 @@ FAMILIES: dict[str, Family] = {
     **LATENT,
 }
 
-# Fields of configs that change what a model computes, whether a value of them is refused, and what it stands for.
+# Fields of configs that change what a model computes: a test of the values that are refused, and their meaning.
 SLIDING = "sliding_attention"  # Type of layers with a window.
 ATTENTION_TYPES = {"full_attention", SLIDING}
-CHUNKS = "chunked_attention"  # Type of layers whose rows see their own chunk alone.
+CHUNKS = "chunked_attention"  # Type of layers in which a row sees only its own chunk.
 REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
-    # "vision": among the tokens of an image, which a text has not.
+    # "vision" concerns the tokens of images only, so text is not affected.
     "use_bidirectional_attention": (lambda value: value not in (None, False, "vision"), "bidirectional attention"),
     "add_cross_attention": (bool, "cross-attention"),
     "attention_chunk_size": (bool, "chunked attention"),
@@ -416,7 +416,11 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
 
 
 class ModelType(NamedTuple):
-    """A type that a config.json may name; `differences` from Llama, in words. `weights`: of the tests' models."""
+    """A supported model type of config.json files.
+
+    `differences` says in words how it differs from Llama; `gguf` is its architecture in GGUF files, if they are
+    supported; `weights` says whether tests run a published checkpoint or a random model.
+    """
 
     type: str
     models: str
@@ -448,7 +452,7 @@ def model_types() -> list[ModelType]:
 def family_of(config: Any) -> Family:
     """Return the row for a transformers config.
 
-    Raises: UnsupportedModel: the model type has no row, or the config asks for what no test proves.
+    Raises: UnsupportedModel: the model type has no row, or a field of the config has an unsupported value.
     """
     model_type = str(getattr(config, "model_type", "unknown"))
     if model_type not in FAMILIES:
@@ -461,8 +465,8 @@ def family_of(config: Any) -> Family:
     if row.sliding == "chunks":
         types.add(CHUNKS)
         del refused["attention_chunk_size"]
-    known_types = {"layer_types": (lambda kinds: set(kinds or ()) - types, "a layer of another type than attention")}
-    for name, (is_refused, words) in {**refused, **known_types}.items():
+    refused["layer_types"] = lambda kinds: set(kinds or ()) - types, "a layer of another type than attention"
+    for name, (is_refused, words) in refused.items():
         if is_refused(value := getattr(config, name, None)):
             raise UnsupportedModel(f"this {model_type} model sets {name} to {value!r}, and {words} is not supported")
     if row.experts is None and getattr(config, "num_local_experts", None):

@@ -1,4 +1,4 @@
-"""What a row of the table of supported architectures says; `models/families.py` has the rows."""
+"""The fields of a row in the table of supported architectures; `models/families.py` has the rows."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from .mtp_names import Mtp
 
 @dataclass(frozen=True, slots=True)
 class MixtureNorms:
-    """Norms of a layer whose experts and MLP each have their own (Gemma 4): their names in the layer.
+    """Names of the norms in a layer whose experts and MLP each have their own (Gemma 4).
 
-    All of them, and the router, read the residual stream. `mlp_before` is the family's `mlp_norm`.
+    The router and the norms before experts and MLP read the residual stream. `mlp_before` is the family's `mlp_norm`.
     """
 
     before: str = "pre_feedforward_layernorm_2"
@@ -25,29 +25,27 @@ class MixtureNorms:
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """A mixture of experts in place of the MLP, in some or all layers: names in its module.
+    """A mixture of experts in place of the MLP, in some or all layers. Names are those in its module.
 
-    `router` is a linear map to a logit for each expert, and `experts` has their maps as two tensors, gate_up_proj
-    (experts, 2 inner, hidden) and down_proj (experts, hidden, inner). `shared` is an MLP that all rows go through,
-    times the sigmoid of `shared_gate`.
-
-    `scores`: of experts, "softmax" or "sigmoid" of the logits, or which the config's expert_selection_fn says, or those
-    by which Phi's "sparse_mixer" chooses two; with "late_sigmoid" experts are chosen by logits. Weights of a row's
-    experts are their scores, divided by the sum: as `normalised` says, or where it is None as norm_topk_prob does. A
-    group's score, of experts in groups, is the sum of its `n_best` best. Logits are in float32, or rounded to the
-    model's type before (`rounds_logits`). With `weighs_inputs` a weight multiplies what an expert reads, and not what
-    it gives (Llama 4).
-
-    Checkpoints that are quantised map by map call an expert's gate, other half and output as in `stored`; parts of the
-    names of a mixture's other tensors there are `renamed` here.
-
-    With `by_inputs` maps are (experts, inputs, outputs). With `alternating` they have biases, and a gate's output and
-    the other half's by turns.
-    With `clamped` both halves are bounded, the gate is x · sigmoid(alpha x), and one is added to the other half; the
-    module's `limit` and `alpha` are the numbers (gpt-oss).
-
-    With `beside` the layer has the router and the experts in a module of this name, and the family's MLP beside it is
-    the shared one. With `norms` it has them itself.
+    router: linear map to a logit for each expert.
+    experts: module with the maps of all experts as two tensors, gate_up_proj (experts, 2 inner, hidden) and down_proj
+        (experts, hidden, inner).
+    shared, shared_gate: an MLP that all rows go through, and the map whose sigmoid its output is multiplied by.
+    scores: how logits become scores: "softmax", "sigmoid", as expert_selection_fn of the config says ("configured"), or
+        as Phi's "sparse_mixer" does, which chooses two experts. With "late_sigmoid" experts are chosen by their logits,
+        and the sigmoid follows.
+    normalised: whether the scores of a row's experts are divided by their sum; None: as norm_topk_prob of the config.
+    n_best: if experts are in groups, a group's score is the sum of its best n_best scores.
+    rounds_logits: logits are rounded to the model's dtype; otherwise they are computed in float32.
+    weighs_inputs: weights multiply an expert's input, not its output (Llama 4).
+    stored: names of an expert's gate, up and down map in checkpoints that are quantised map by map.
+    renamed: replaces parts of the names of a mixture's other tensors in such checkpoints.
+    by_inputs: tensors of maps are (experts, inputs, outputs).
+    alternating: maps have biases, and the outputs of gate and up alternate (gpt-oss).
+    clamped: gate and up are clamped to the module's `limit`, the activation is x · sigmoid(alpha · x), and 1 is added
+        to up (gpt-oss).
+    beside: name in the layer of the module that has router and experts; the family's MLP is then the shared expert.
+    norms: names of the norms, if the layer itself has router, experts and MLP (Gemma 4).
     """
 
     router: str = "gate"
@@ -74,10 +72,10 @@ SIGMOID_EXPERTS = Experts(shared="shared_experts", scores="sigmoid", rounds_logi
 
 @dataclass(frozen=True, slots=True)
 class ShortConv:
-    """A gated short convolution in place of attention, in layers of `layer_type`: its names in the layer.
+    """Names of a gated short convolution, which layers of `layer_type` have in place of attention (LFM2).
 
-    `into` maps a row to a gate, a second gate and values. What is convolved are the values times the first gate; what
-    comes out is multiplied by the second, and goes through `out`. `conv` has a filter of a few taps for each channel.
+    `into` maps a row to an input gate, an output gate and values. The values times the input gate are convolved by
+    `conv`, which has a filter of a few taps per channel; the result times the output gate goes through `out`.
     """
 
     layer_type: str = "conv"
@@ -90,11 +88,11 @@ class ShortConv:
 
 @dataclass(frozen=True, slots=True)
 class GatedDelta:
-    """A gated delta rule in place of attention, in layers of `layer_type`: its names in the layer.
+    """Names of a gated delta rule (arXiv:2412.06464), which layers of `layer_type` have in place of attention.
 
-    `into` are linear maps to queries, keys and values, which go through the convolution `conv`, to gates, and to two
-    numbers per head, the update's amount and its step; `by_key_head`: two maps instead, in each of which what belongs
-    to a key head lies together. `norm` is of each head's output, and has the gate as its second input.
+    `into` are linear maps: to queries, keys and values, which then go through the convolution `conv`; to gates; and to
+    two numbers per head, the strength of an update and the step of the decay. With `by_key_head` there are two maps
+    instead, whose outputs are ordered by key head. `norm` normalises each head's output; its second input is the gate.
     """
 
     layer_type: str = "linear_attention"
@@ -108,15 +106,15 @@ class GatedDelta:
 
 @dataclass(frozen=True, slots=True)
 class Selective:
-    """A selective state space, Mamba-2's, in place of attention in layers of `layer_type`: its names in the layer.
+    """Names of a Mamba-2 state space (arXiv:2405.21060), which layers of `layer_type` have in place of attention.
 
     `into` maps a row to gates, values, keys, queries and a step for each head; values, keys and queries go through the
-    convolution `conv`. `norm` is of what the heads read, and has the gate as its second input; without one what they
-    read is multiplied by the gate alone.
+    convolution `conv`. `norm` normalises the heads' outputs; its second input is the gate. A family without such a norm
+    multiplies the outputs by the gate.
 
-    `beside`: in these layers it stands beside attention; both read the same norm, and the sum of what they give is
-    added. `out_scale` is the config's multiplier of what it gives, and `sizes` are the config's fields with the number
-    of heads, their width, the number of key heads, and the width of a key.
+    beside: the layers also have attention. Both read the same norm, and their outputs are added.
+    out_scale: field of the config with a factor of the output.
+    sizes: fields of the config with the number of heads, their width, the number of key heads and the width of a key.
     """
 
     layer_type: str = "linear_attention"
@@ -132,11 +130,12 @@ class Selective:
 
 @dataclass(frozen=True, slots=True)
 class SelectiveScan:
-    """A selective state space, Mamba-1's, in place of attention in layers of `layer_type`: its names in the layer.
+    """Names of a Mamba-1 state space (arXiv:2312.00752), which layers of `layer_type` have in place of attention.
 
-    `into` maps a row to values and gates. Values go through the convolution `conv`. `low` maps what comes out to a step
-    of low rank, a key and a query, which may have a norm each (`norms`). `steps` maps that step to one for each value.
-    What is read of the state is multiplied by the gate. `expand`: the config's field with values by hidden size.
+    `into` maps a row to values and gates. The values go through the convolution `conv`. `low` maps the result to a step
+    of low rank, a key and a query, which may each have a norm (`norms`). `steps` maps the step of low rank to one for
+    each value. The state's output is multiplied by the gate. `expand` is the field of the config with the ratio of the
+    number of values to the hidden size.
     """
 
     layer_type: str = "linear_attention"
@@ -156,11 +155,11 @@ Mixer = ShortConv | GatedDelta | Selective | SelectiveScan
 
 @dataclass(frozen=True, slots=True)
 class LayerInputNames:
-    """A vector for each token and layer, which a layer's last term is multiplied by: names in the model and the layer.
+    """Names of per-layer inputs (Gemma 4): a vector for each token and layer, in the model and in its layers.
 
-    It is a token's row of `embed`, plus the norm of what `project` makes of the token's embedding. The layer's term is
-    `after` of `out` of the `activation` of `gate`, times the vector. `size` is the config's field with its length; 0 or
-    None: there are none.
+    The vector is the token's row of `embed` plus `norm` of `project` of the token's embedding. A layer ends by adding
+    after(out(activation(gate(x)) · vector)) to its output x. `size` is the field of the config with the length of a
+    vector; 0 or None: there are no such inputs.
     """
 
     embed: str = "model.embed_tokens_per_layer"
@@ -177,7 +176,7 @@ class LayerInputNames:
 
 
 class SlotShape(NamedTuple):
-    """What a layer keeps in a slot: a key and a value for each of `n_heads`, or of a convolution one input."""
+    """What a layer stores in a slot: a key and a value for each of `n_heads`, or one input of a convolution."""
 
     n_heads: int
     key_width: int
@@ -190,61 +189,75 @@ class SlotShape(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """Module names, dotted from the causal-LM model (`layers` … `head`) or from one decoder layer (the rest).
+    """One row: where a model's modules are, and in what its layers differ from Llama's.
 
-    `models` are of this type; `is_proven`: tests decode with a real one's weights, too; `classes`: how the names of
-    transformers' classes begin, in small letters, where that is not the type. Of several names with `|` between them
-    the first that the model has counts. With a `?` after the last, and of the names that may be None, the model may
-    lack all. An `nn.Identity` counts as lacking.
+    Names of modules are dotted paths from the causal-LM model (`layers`, `embed`, `positions`, `norm`, `rotary` and
+    `head`) or from a decoder layer (the rest). Of several names separated by `|`, the first that the model has is used.
+    The model may lack a part whose names end with `?`, or whose name may be None. An `nn.Identity` counts as absent.
 
-    Norms are before a sub-layer, after it (`…_post_norm`), or both. `parallel`: attention and MLP read the layer's
-    input, always, or if one of these flags of the config is set.
+    Models:
+        models: names of models of this type.
+        is_proven: tests also decode with the weights of a real model.
+        classes: beginnings of the names of transformers' classes, in lower case, if they differ from the type.
 
-    `projection`: "split" has q_proj, k_proj, v_proj; "fused" one projection, queries then keys then values; "grouped"
-    one projection that has, per key head, its queries, then the key and the value (GPT-NeoX); "multi_query" is fused
-    with one key head where the config says multi_query, else grouped. `clip`: the config's bound of what they give.
-    `head_norms` are of queries and of keys. `head_norm`: by head, of all heads at once ("whole"), by head after the
-    rotation ("rotated"), or of latents ("latent"). With `latents`, multi-head latent attention, the maps of `qkv` are
-    to latents, and these maps from there to heads: of queries, without which they have no latent, and of keys and
-    values. `scaling` is the attention module's name for what scores are multiplied by; the config's
-    attn_logit_softcapping bounds them. `sinks`, a tensor of attention (heads,), are further scores, which take a share
-    and read nothing. `inner_norm` is of what the heads read. `value_norm` is of each value. `key_values`: a flag of the
-    config by which layers without a window have no map of values: these are the keys before their norm and rotation.
-    `sharing`: the config's number of last layers that have neither, and read those of the last layer of their type
-    before them.
+    Norms and structure:
+        …_norm, …_post_norm: norms before and after a sub-layer; a family may have either or both.
+        parallel: attention and MLP both read the layer's input: always, or if one of these flags of the config is set.
+        alone: types of layers that have only this sub-layer.
+        mixer: what layers of its type have in place of attention, or in parallel to it.
+        layer_inputs: names of per-layer inputs.
+        layer_scale: name of a tensor (1,) in the layer that the residual stream is multiplied by after the layer.
+        embed_norm: norm of embeddings.
+        embed_scale, residual_scale, logit_scale, logit_divisor: fields of the config: factors of embeddings, of what a
+            sub-layer adds, and of logits.
 
-    `rotation`: which values of a head are a pair: those half the rotated width apart, turned forwards ("halves") or
-    backwards ("reversed"), or neighbours ("pairs"). `rotates_wide`: in float32, and rounded once. `unrotated`: layers
-    without a rotation: those that the config's no_rope_layers has 0 for ("listed"), all without a window
-    ("windowless"), or these if the config has a window ("beside_windows"). With `rotary_by_type` the rotary module
-    takes the layer's type (Gemma 3); with `half_tables` its tables have one number for a pair. `scales_queries`:
-    by position, those of layers that have a rotation (Ministral 3) or of those that have none (Llama 4). A learned
-    embedding of `positions` is added to the token's. `sliding` tells for which layers a configured window holds; with
-    "chunks" rows of such layers see their own chunk alone, of as many positions as attention_chunk_size says.
+    Attention:
+        projection: "split": q_proj, k_proj and v_proj; "fused": one map to queries, then keys, then values; "grouped":
+            one map to the queries, the key and the value of each key head in turn (GPT-NeoX); "multi_query": fused with
+            one key head if the config sets multi_query, else grouped.
+        clip: field of the config with a bound of the projections' outputs.
+        head_norms: norms of queries and of keys; head_norm: they apply by head ("by_head"), to all heads at once
+            ("whole"), by head after the rotation ("rotated"), or to latents ("latent").
+        latents: multi-head latent attention: `qkv` maps to latents, and these two maps lead from there to heads: of
+            queries (absent: queries have no latent), and of keys and values.
+        value_norm: norm of each value.
+        key_values: flag of the config with which layers without a window have no map of values: their values are the
+            keys before norm and rotation.
+        sharing: field of the config with the number of last layers that have no keys and values. They read those of the
+            last layer of their type that has them.
+        scaling: attribute of the attention module with the factor of scores. attn_logit_softcapping bounds scores.
+        sinks: tensor (heads,) in the attention module: scores without a value, which only enlarge the softmax's sum.
+        inner_norm: norm of the heads' outputs, before the output map.
+        gated_heads: a head's output is multiplied by the sigmoid of a gate, which follows the head's query in its map.
+        attn_scales: fields of the config with factors of attention's input, of its keys and of its output.
+        sliding: the layers that use the configured window. With "chunks", a row of such a layer sees only its own chunk
+            of attention_chunk_size positions.
 
-    The names of `mlp_in` and `mlp_out` are of linear maps in the MLP, which may be the layer itself (""), with its
-    `activation`. With `gated`, the output map reads the product of two halves, one of them after the activation;
-    `mlp_inner_norm` is before it. With `experts`, layers may have a mixture of such MLPs instead. Linear maps that are
-    `transposed` are stored as (inputs, outputs).
+    Positions:
+        rotation: which values of a head are rotated as a pair: those half the rotated width apart, forwards ("halves")
+            or backwards ("reversed"), or neighbours ("pairs").
+        rotates_wide: the rotation is computed in float32 and rounded once.
+        unrotated: layers without rotation: those with a 0 in no_rope_layers ("listed"), all without a window
+            ("windowless"), or the latter only if the config has a window ("beside_windows").
+        rotary_by_type: the rotary module takes the layer's type (Gemma 3).
+        half_tables: the rotary module's tables have one number for each pair.
+        scales_queries: queries are scaled by position in layers with rotation (Ministral 3) or without it (Llama 4).
+        positions: learned embedding of positions, which is added to that of tokens.
 
-    `layer_inputs`: see there. `layer_scale` is a tensor (1,) of a layer, which the residual stream is multiplied by
-    after it.
+    MLP:
+        mlp_in, mlp_out, activation: names in the MLP; with `mlp` "" they are names in the layer.
+        gated: the output map reads the product of two halves, one of them after the activation.
+        mlp_inner_norm: norm before the output map.
+        mlp_scales: attributes of the MLP with factors of the gate and of the output.
+        experts: some or all layers have a mixture of such MLPs instead.
+        hidden_act: the activation, if configs do not name it.
+        transposed: linear maps are stored as (inputs, outputs).
 
-    With `gated_heads` what a head reads is multiplied by the sigmoid of a gate, which lies after its query. `mixer` is
-    what layers of its type have in place of attention, or beside it. Layers of a type in `alone` are one sub-layer of
-    this kind. `hidden_act`: the activation, where configs do not name it.
-
-    `attn_scales` are fields of the config: multipliers of what attention reads, of its keys, and of what it gives.
-    `mlp_scales` are names in the MLP's module: multipliers of the gate and of the output.
-
-    `embed_norm` is of embeddings. `embed_scale`, `residual_scale`, `logit_scale` and `logit_divisor` are fields of the
-    config: multipliers of embeddings, of what a sub-layer adds, and of logits. `fields` has the config's own names of
-    usual fields.
-
-    `mtp`: where checkpoints have a multi-token-prediction layer.
-
-    vLLM's DeciLM computes the family where there is a `decilm_bias`: the biases of attention are as the config says, or
-    there are none, or those of q, k and v.
+    Files and exports:
+        fields: names in this family's configs of fields that others call otherwise.
+        mtp: names of the multi-token-prediction layer in checkpoints.
+        decilm_bias: vLLM's DeciLM can run the family; which of attention's maps have biases: as the config says, none,
+            or those of q, k and v.
     """
 
     models: str
@@ -308,13 +321,13 @@ class Family:
     mtp: Mtp | None = None
 
     def setting(self, config: Any, name: str) -> Any:
-        """Return a field of a config by its usual name; None: the config has none."""
+        """Return a field of a config by the name that most families give it; None: the config lacks it."""
         return getattr(config, self.fields.get(name, name), None)
 
     def mixer_of(self, config: Any, layer: int) -> Mixer | None:
-        """Return what a layer has in place of attention, or beside it; None: nothing."""
-        is_mixed = self.mixer is not None and config.layer_types[layer] == self.mixer.layer_type
-        return self.mixer if is_mixed else None
+        """Return what a layer has in place of attention or in parallel to it; None: nothing."""
+        has_mixer = self.mixer is not None and config.layer_types[layer] == self.mixer.layer_type
+        return self.mixer if has_mixer else None
 
     def kinds_of(self, config: Any, layer: int) -> tuple[Kind, ...]:
         """Return the sub-layers that a layer has, in their order."""
@@ -322,26 +335,26 @@ class Family:
         return tuple(KINDS) if kind is None else (kind,)
 
     def has_attention(self, config: Any, layer: int) -> bool:
-        """Tell whether a layer has attention, alone or with another mixer beside it."""
+        """Tell whether a layer has attention, alone or in parallel to another mixer."""
         mixer = self.mixer_of(config, layer)
         is_beside = isinstance(mixer, Selective) and mixer.beside
         return "attn" in self.kinds_of(config, layer) and (mixer is None or is_beside)
 
     def modules_of(self, kind: Kind) -> tuple[str, ...]:
-        """Return the names of a sub-layer's modules in a decoder layer. A norm that both read is attention's."""
+        """Return the names of a sub-layer's modules in a decoder layer; a norm that both read counts as attention's."""
         attn = (self.attn, self.attn_norm, self.attn_post_norm, self.mixer and self.mixer.module)
         maps = (self.mlp, self.experts and self.experts.beside) if self.mlp else (*self.mlp_in, self.mlp_out)
         mlp = (*maps, self.mlp_norm, self.mlp_post_norm)
-        names = tuple(one for name in {"attn": attn, "mlp": mlp}[kind] if name for one in names_in(name))
+        names = tuple(name for names in {"attn": attn, "mlp": mlp}[kind] if names for name in names_in(names))
         return names if kind == "attn" else tuple(name for name in names if name not in self.modules_of("attn"))
 
 
 def names_in(names: str) -> list[str]:
-    """Return the names that a field of a row has, the first of which that a model has counts."""
+    """Split a field of a row into its alternative names, in their order of preference."""
     return names.removesuffix("?").split("|")
 
 
-# Tests of a row, and in which words it then differs from Llama's.
+# Tests of a row, and the difference from Llama in words where they hold.
 DIFFERENCES: tuple[tuple[Callable[[Family], bool], str], ...] = (
     (lambda row: row.sliding == "all", "sliding window"),
     (lambda row: row.sliding == "by_layer", "sliding window by layer"),
@@ -391,5 +404,5 @@ DIFFERENCES: tuple[tuple[Callable[[Family], bool], str], ...] = (
 
 
 def differences(row: Family) -> list[str]:
-    """Return in words what a row computes otherwise than Llama."""
+    """Return in words how a family differs from Llama."""
     return [words for is_so, words in DIFFERENCES if is_so(row)]

@@ -76,17 +76,17 @@ def load(
 ) -> Runtime:
     """Load a target model by alias, hub id, folder (of a model or an adapter) or GGUF file; nothing is printed.
 
-    Args:   dtype: "auto" (as stored; bfloat16 for GGUF), "float32", "bfloat16" or "float16".
-            device: "cpu", "cuda", "cuda:N", "auto-map" to spread the model over devices, or "auto": the first GPU that
-            has room for it, all of them together where none has, and the CPU where there is none.
-            on_step: called with a few words on each step.
-            speed: see `at_speed`.
-    torch and our kernels then compute with one thread per usable core, or as many as SWIFTOPT_THREADS says.
+    torch and our kernels then compute with one thread per usable core, or with as many as SWIFTOPT_THREADS says.
 
+    Args:   dtype: "auto" (as stored; bfloat16 for GGUF), "float32", "bfloat16" or "float16".
+            device: "cpu", "cuda", "cuda:N", "auto-map" to spread the model over devices, or "auto": the first GPU with
+            room for the model, all GPUs together if none has, and the CPU if there is no GPU.
+            on_step: called with a few words at each step.
+            speed: see `at_speed`.
     Raises: ModelNotFound: nothing of that name can be loaded.
             UnsupportedModel: sub-layers cannot be skipped in its architecture.
-            SettingsError: dtype, device or speed is unknown, not here or too small. OutputError: the cache cannot be
-            written.
+            SettingsError: dtype, device or speed is unknown or not available here, or the device has too little memory.
+            OutputError: the cache cannot be written.
     """
     step = on_step or no_step
     torch.set_num_threads(n_threads())
@@ -128,8 +128,8 @@ def load(
         info = info_of(model, fingerprints[0], source.names, n_parameters, fingerprints[1])
         runtime = Runtime(model, tokenizer, info)
         runtime.suppressed = suppressed_tokens(model.generation_config, runtime.vocab_size, runtime.device, folder)
-        is_read = file is not None or supported_type(folder)[1] is None
-        if runtime.family.mtp is not None and is_read and has_mtp(folder, file, runtime.n_layers):
+        is_readable = file is not None or supported_type(folder)[1] is None
+        if runtime.family.mtp is not None and is_readable and has_mtp(folder, file, runtime.n_layers):
             runtime.mtp_folder = folder
     if speed != "eager":
         step("preparing the kernels")
@@ -138,7 +138,7 @@ def load(
 
 
 def mtp_of(runtime: Runtime, on_step: OnStep = no_step) -> MtpRuntime | None:
-    """Return the multi-token-prediction layer of a model's checkpoint, read at the first call; None: it has none.
+    """Return the multi-token-prediction layer of the model's checkpoint, or None; it is read at the first call.
 
     Raises: ModelNotFound: its tensors do not fit the model.
     """
@@ -152,7 +152,7 @@ def mtp_of(runtime: Runtime, on_step: OnStep = no_step) -> MtpRuntime | None:
 
 
 def _folder_of(source: Source, step: OnStep) -> tuple[Path, Adapter | None]:
-    """Return the folder of a source's weights, and the adapter to be merged into them if the source is one."""
+    """Return the folder with a source's weights, and the adapter to merge into them if the source is an adapter."""
     if source.base is None:
         return local_folder(source, step), None
     adapter = read_adapter(Path(source.location), source.base.name)
@@ -161,17 +161,17 @@ def _folder_of(source: Source, step: OnStep) -> tuple[Path, Adapter | None]:
 
 
 def _wider(dtype: str, config: Any) -> str:
-    """Return the wider of the dtype asked for and that of the weights: a base is read as stored, and cast later."""
+    """Return the wider of the requested dtype and the stored one: a base is read as stored and cast after the merge."""
     stored = getattr(config, "dtype", None) or torch.float32
     return "auto" if dtype == "auto" or getattr(torch, dtype).itemsize <= stored.itemsize else dtype
 
 
 def refuse_new_tokens(tokenizer: Any, config: Any, adapter: Adapter) -> None:
     """Raises: ModelNotFound: an adapter's tokenizer has tokens for which its base has no embedding."""
-    most = max(tokenizer.get_vocab().values(), default=0)
-    if most >= config.vocab_size:
+    highest = max(tokenizer.get_vocab().values(), default=0)
+    if highest >= config.vocab_size:
         raise ModelNotFound(
-            f"the tokenizer in {adapter.folder} has the token {most}, and the base {adapter.base} has tokens up to"
+            f"the tokenizer in {adapter.folder} has the token {highest}, and the base {adapter.base} has tokens up to"
             f" {config.vocab_size - 1}: resize the embedding of the base, save it, and name that folder as base"
         )
 
@@ -183,10 +183,15 @@ def info_of(
     n_parameters: int | None = None,
     earlier: tuple[str, ...] = (),
 ) -> ModelInfo:
-    """Describe a model of transformers; `n_parameters`: what its own stand for, where these are coded."""
-    n_own = sum(parameter.numel() for parameter in model.parameters()) if n_parameters is None else n_parameters
+    """Describe a model of transformers.
+
+    Args: n_parameters: its number of weights; None: they are counted here, which is wrong if some are quantised.
+          earlier: fingerprints that earlier versions gave it.
+    """
+    if n_parameters is None:
+        n_parameters = sum(parameter.numel() for parameter in model.parameters())
     n_layers = int(model.config.num_hidden_layers)
-    return ModelInfo(fingerprint, str(model.config.model_type), n_layers, n_own, names, earlier)
+    return ModelInfo(fingerprint, str(model.config.model_type), n_layers, n_parameters, names, earlier)
 
 
 def use_expandable_segments() -> None:
@@ -198,13 +203,13 @@ def use_expandable_segments() -> None:
 def placement(device: str, folder: Path, dtype: str, speed: Speed = "auto", file: GgufFile | None = None) -> str:
     """Choose where the weights go: "cpu", "cuda:N" or "auto-map".
 
-    Args:   file: what was read of a GGUF file already.
+    Args:   file: the GGUF file, if it is open already.
     Raises: SettingsError: there is too little memory.
     """
     if device == "cpu" or (device == "auto" and not torch.cuda.is_available()):
         plan = memory_plan(folder, dtype, True, speed, file)
-        begun = None if file is None else packing_of(file)
-        plan.check("this machine", free_bytes(torch.device("cpu")) + (0 if begun is None else begun.n_bytes))
+        packing = None if file is None else packing_of(file)
+        plan.check("this machine", free_bytes(torch.device("cpu")) + (0 if packing is None else packing.n_bytes))
         return "cpu"
     if device == "auto-map":  # auto-map may also use the CPU, so GPU memory is not checked.
         return device
@@ -233,10 +238,10 @@ def _load_model(
     file: GgufFile | None = None,
     for_device: bool = False,
 ) -> tuple[Any, int]:
-    """Return the model, in evaluation mode, and how many parameters it stands for.
+    """Return the model, in evaluation mode, and its number of weights.
 
-    Args: coded: whether weights of a GGUF file may keep its codes. file: what was read of it already. for_device: as
-          `load_packed`.
+    Args: coded: whether quantised weights may stay quantised in memory. file: the GGUF file, if it is open already.
+          for_device: as for `load_packed`.
     """
     scheme, maps_rows = supported_type(folder)[1], placement == "cpu"
     if scheme is not None and scheme.kind is None:
@@ -259,9 +264,9 @@ def _load_model(
 
 
 def _generation_config(folder: Path) -> Any:
-    """Read what the model's makers set for decoding; None where they set nothing.
+    """Read the folder's generation_config.json; None: it has none.
 
-    transformers itself takes no notice where it cannot read the file: completions would not end.
+    transformers silently ignores a file that it cannot read; completions would then not end.
     """
     path = folder / "generation_config.json"
     if not path.is_file():
@@ -291,29 +296,30 @@ def refuse_steering(config: Any, folder: Path) -> None:
 
 
 def suppressed_tokens(config: Any, vocab_size: int, device: torch.device, folder: Path) -> Tensor | None:
-    """Return the tokens that a model's makers allow in no text, as Gemma 4's ends of images; None: there are none.
+    """Return the tokens that the model must never generate, such as Gemma 4's end of an image; None: there are none.
 
     Raises: ModelNotFound: they are no tokens of the model.
     """
-    given = getattr(config, "suppress_tokens", None)
-    if not given:
+    tokens = getattr(config, "suppress_tokens", None)
+    if not tokens:
         return None
-    if not isinstance(given, list) or not all(type(one) is int and 0 <= one < vocab_size for one in given):
+    if not isinstance(tokens, list) or not all(type(token) is int and 0 <= token < vocab_size for token in tokens):
         raise ModelNotFound(
-            f"the generation_config.json of {folder} has suppress_tokens {shown(given)}, which are no tokens of the"
+            f"the generation_config.json of {folder} has suppress_tokens {shown(tokens)}, which are no tokens of the"
             " model: copy the model's folder again"
         )
-    return torch.tensor(sorted({*given}), device=device)
+    return torch.tensor(sorted({*tokens}), device=device)
 
 
 def load_tokenizer(folder: Path, config: Any = None) -> Any:
-    """Return the folder's tokenizer; `config` is of its model, where that lies in another folder.
+    """Return the folder's tokenizer.
 
+    Args:   config: the model's config, if the model is in another folder.
     Raises: ModelNotFound: there is none, or it cannot be read.
     """
     try:
         with reading(f"the tokenizer in {folder}", folder, "cpu"):
-            # For some architectures transformers prefers a class with its own rules to the tokenizer of a GGUF file.
+            # AutoTokenizer would replace a GGUF file's tokenizer by a class with other rules for some architectures.
             is_gguf = (folder / GGUF_WEIGHTS).exists()
             if is_gguf:
                 return PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
@@ -334,22 +340,23 @@ def load_tokenizer(folder: Path, config: Any = None) -> Any:
 
 
 def _processor_template(folder: Path) -> str | None:
-    """Return the chat template that older processors of multimodal models keep in a file of their own."""
+    """Return the chat template of an older multimodal model, which its processor keeps in a separate file."""
     path = folder / "chat_template.json"
     return str(json.loads(path.read_text(encoding="utf-8"))["chat_template"]) if path.is_file() else None
 
 
 def at_speed(runtime: Runtime, speed: Speed, lay_out: bool = True) -> None:
-    """Let a runtime compute the same in another way, before its first buffer is made.
+    """Choose what computes a runtime's passes; call it before the first buffer is made.
 
-    "auto": our kernels (`models.kernels`) on a CPU where they can compute the model; on one CUDA device "graphs" where
-    a few timed passes are faster so; else "eager". "exact": our own kernels, by which a row's bits do not depend on the
-    other rows: the same on a CPU, those in Triton on a CUDA device, replayed as graphs where that is faster.
-    "eager": torch's own operations one by one, as a runtime begins. "graphs": passes of up to 128 rows replayed as CUDA
-    graphs.
+    "auto": our kernels (`models.kernels`) on a CPU, if they can compute the model; "graphs" on a single CUDA device, if
+    a few timed passes are faster with them; otherwise "eager".
+    "exact": our kernels, with which a row's bits do not depend on the other rows: those in C++ on a CPU, those in
+    Triton on a CUDA device, replayed as CUDA graphs if that is faster.
+    "eager": torch's operations one by one; a new runtime has this speed.
+    "graphs": passes of up to 128 rows are replayed as CUDA graphs.
 
-    Args:   lay_out: GPT-2's weights may be transposed in memory, which other users of the model see as strides.
-    Raises: SettingsError: there is no such speed, or not on this machine; nothing has changed then.
+    Args:   lay_out: GPT-2's weights may be transposed in memory; other users of the model see changed strides.
+    Raises: SettingsError: the speed is unknown or not available on this machine; the runtime is unchanged.
     """
     if speed not in get_args(Speed):
         raise SettingsError(f"speed {speed!r} does not exist: use {', '.join(get_args(Speed))}")
@@ -377,7 +384,7 @@ def at_speed(runtime: Runtime, speed: Speed, lay_out: bool = True) -> None:
 
 
 def _use_native(runtime: Runtime, lay_out: bool) -> str | None:
-    """Return why our kernels cannot compute the passes; None: they do from now on."""
+    """Let our kernels compute the passes; return why they cannot, or None."""
     if runtime.device.type != "cpu":
         return f"they are for a CPU, and the model lies on {runtime.device}"
     from .kernels.build import kernels
@@ -387,11 +394,11 @@ def _use_native(runtime: Runtime, lay_out: bool) -> str | None:
     chosen = kernels()
     if isinstance(chosen, str):
         return chosen
-    turned = outputs_first(runtime) if lay_out else []
+    transposed = outputs_first(runtime) if lay_out else []
     try:
         runtime.native = NativePasses(runtime, chosen)
     except Unsupported as error:
-        for parameter in turned:
+        for parameter in transposed:
             parameter.data = parameter.data.contiguous()
         return str(error)
     runtime.speed = "native"
@@ -431,7 +438,10 @@ def _use_graphs(runtime: Runtime) -> None:
 
 
 def _draft_kernels(runtime: Runtime) -> bool | Seconds:
-    """Return the timer that chooses between our kernels and torch's (without launches if graphs are used), or False."""
+    """Return a timer to choose between our kernels and torch's for drafts; False: ours cannot run here.
+
+    If passes are replayed as graphs, the timer leaves out the time to launch kernels.
+    """
     on_gpus = all(block.device.type == "cuda" for block in runtime.blocks)
     if not on_gpus or obstacle() or _has_maps_by_library(runtime):
         return False
@@ -452,7 +462,7 @@ def random_runtime(config: PreTrainedConfig, device: str) -> Runtime:
 
 
 def outputs_first(runtime: Runtime) -> list[nn.Parameter]:
-    """Lay weights out by outputs, as all others, where GPT-2's maps and some experts hold an input's together.
+    """Transpose weights in memory that are stored as (inputs, outputs): GPT-2's maps, and some families' experts.
 
     Returns: the weights that were transposed.
     """
@@ -461,17 +471,17 @@ def outputs_first(runtime: Runtime) -> list[nn.Parameter]:
     if named is not None and named.by_inputs:
         mixtures = [block.parts.mlp for block in runtime.blocks if block.experts is not None]
         experts: list[Any] = [mlp.get_submodule(named.experts) for mlp in mixtures]
-        plain = [one for one in experts if not isinstance(one, BlockExperts)]
-        weights += [weight for one in plain for weight in (one.gate_up_proj, one.down_proj)]
-    turned = [weight for weight in weights if weight.is_contiguous()]
-    for weight in turned:
+        plain = [module for module in experts if not isinstance(module, BlockExperts)]
+        weights += [weight for module in plain for weight in (module.gate_up_proj, module.down_proj)]
+    transposed = [weight for weight in weights if weight.is_contiguous()]
+    for weight in transposed:
         weight.data = weight.data.transpose(-1, -2).contiguous().transpose(-1, -2)
-    return turned
+    return transposed
 
 
 @torch.inference_mode()
 def de_quantise(runtime: Runtime) -> None:
-    """De-quantise a checkpoint's maps to plain weights in the model's dtype: torch cannot compute with the codes."""
+    """Replace quantised maps by plain weights in the model's dtype, because torch cannot compute with codes."""
     for name, module in list(runtime.hf_model.named_modules()):
         if isinstance(module, CodedLinear):
             _replace_map(runtime, name, module, module.plain())

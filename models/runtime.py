@@ -1,7 +1,7 @@
-"""Runs passes over rows: the one operation of prefill, plain and draft steps, tree verification and candidates.
+"""Runs passes over rows. Prefill, plain steps, draft steps, tree verification and the scoring of candidates are passes.
 
-A row is a token with its position, the buffer slot its keys and values go to, the slots it may attend to, and the
-sub-layers it leaves out. The layer set is an argument of the pass; the model itself is never changed.
+A row is a token with its position, the buffer slot of its key and value, the slots that it may attend to, and the
+sub-layers that it skips. The layer set is an argument of the pass; the model itself is never changed.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ from .state_rules import StateForm
 from .transfers import uploaded
 
 PREFILL_ROWS = 512  # Rows per prefill pass, limited to keep the attention mask small.
-# Snapshots of recurrent states: every so many tokens, and so many before a prompt's end, for the marks with which a
-# template begins an answer are others in the next turn of a chat.
+# Recurrent states are copied every SNAPSHOT_EVERY tokens, and SNAPSHOT_BEFORE tokens before a prompt's end: the next
+# turn of a chat repeats the prompt, but not the tokens with which its template opens the answer.
 SNAPSHOT_EVERY = 2048
 SNAPSHOT_BEFORE = 16
 PREFILL_ROWS_BESIDE = 128  # Rows per prefill pass while other sequences are waiting for it to finish.
@@ -70,8 +70,8 @@ PREFILL_ROWS_BESIDE = 128  # Rows per prefill pass while other sequences are wai
 class Runtime(RuntimeChecks):
     """A decoder-only model of transformers, run sub-layer by sub-layer.
 
-    Raises: UnsupportedModel: its architecture has no row in the table of families, some of its weights are not in
-        memory, or it has something that the row does not name.
+    Raises: UnsupportedModel: no row of `FAMILIES` describes its architecture, some of its weights are not in memory, or
+        it has a module, parameter, buffer or hook that its row does not name.
     """
 
     def __init__(self, hf_model: nn.Module, tokenizer: Any, info: ModelInfo) -> None:
@@ -101,15 +101,15 @@ class Runtime(RuntimeChecks):
         self._embed = submodule(hf_model, family.embed)
         self._embed_scale = getattr(config, family.embed_scale or "", None)
         self._positions = submodule(hf_model, family.positions)
-        self._first_position = int(getattr(self._positions, "offset", 0))  # OPT's table begins with two rows of no use.
+        self._first_position = int(getattr(self._positions, "offset", 0))  # OPT's table begins with two unused rows.
         self.final_norm = submodule(hf_model, family.norm)
         self._head, self._softcap = submodule(hf_model, family.head), getattr(config, "final_logit_softcapping", None)
-        self.suppressed: Tensor | None = None  # Tokens that no text may have, int64 (n,).
+        self.suppressed: Tensor | None = None  # Tokens that are never generated, int64 (n,).
         self._logit_scale = getattr(config, family.logit_scale or "", None)
         self._logit_divisor = getattr(config, family.logit_divisor or "", None)
         rotary = submodule(hf_model, family.rotary)
         outside = (self._embed, self._positions, self.final_norm, self._head, rotary)
-        holders: list[Any] = [self.layer_inputs, *(one for block in self.blocks for one in (block.parts, block.end))]
+        holders: list[Any] = [self.layer_inputs, *(part for block in self.blocks for part in (block.parts, block.end))]
         called = (part for holder in holders if holder is not None for part in holder.modules())
         tensors = (tensor for block in self.blocks for tensor in (block.sinks, block.end and block.end.scale))
         refuse_unnamed(hf_model, (*outside, *called), tensors)
@@ -124,10 +124,8 @@ class Runtime(RuntimeChecks):
         self.rotation: TablesByType = rotation_tables(
             rotary, self.dtype, self.max_positions, family, query_scale(config, family)
         )
-        # The checkpoint's multi-token-prediction layer, once `models.loading.mtp_of` has read it, and the folder that
-        # has one.
-        self.mtp: Runtime | None = None
-        self.mtp_folder: Path | None = None
+        self.mtp: Runtime | None = None  # The multi-token-prediction layer; `models.loading.mtp_of` reads it.
+        self.mtp_folder: Path | None = None  # The checkpoint's folder, if the checkpoint has such a layer.
         self.speed = "eager"
         self.graphs: CapturedPasses | None = None  # Captured CUDA graphs, if used; set by models.loading.at_speed.
         self.native: KernelPasses | None = None  # The C++ kernels for CPUs, if used; set by at_speed.
@@ -152,15 +150,15 @@ class Runtime(RuntimeChecks):
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes of one KV buffer slot: per layer a key and a value, or a convolution's input; 1 at least.
+        """Bytes of one KV buffer slot: keys and values of all attention layers, and inputs of short convolutions.
 
-        A model of states alone keeps nothing by slot, and memory is shared out by slots.
+        At least 1, because memory is divided into slots, also for a model that only has recurrent states.
         """
         return max(1, sum(shape.n_values for shape in self._slots if shape) * self.dtype.itemsize)
 
     @property
     def has_alike_layers(self) -> bool:
-        """Whether every layer is attention with keys of its own, all of one form, and an MLP, and no more."""
+        """Whether all layers have one form: attention with keys of its own, an MLP, and nothing else."""
         alike = {(block.heads, block.parts.v_norm is None) for block in self.blocks} == {(self.blocks[0].heads, True)}
         alike &= self.blocks[0].heads.latent is None
         usual = (b.has_attention and not b.n_taps and "mlp" in b.kinds and b.end is None for b in self.blocks)
@@ -169,8 +167,8 @@ class Runtime(RuntimeChecks):
     def new_buffer(self, capacity: int, n_rows: int | None = None, lag: int = 0) -> KVBuffer:
         """Return a buffer for a sequence.
 
-        Args: n_rows: most rows that a pass has after committed text, None: `capacity`. lag: how many committed slots
-              rows of a search may leave unread. Both cost memory where layers are recurrent.
+        Args: n_rows: the most rows of a pass after the committed text (None: `capacity`). lag: how many of the last
+              committed slots the rows of a search may leave unread. Both take memory if layers are recurrent.
         """
         devices, states = [block.device for block in self.blocks], None
         if self.recurrent:
@@ -181,11 +179,11 @@ class Runtime(RuntimeChecks):
 
     @cached_property
     def recurrent(self) -> list[StateForm]:
-        """The sizes of each recurrent layer's rule; of one model they are the same."""
+        """The sizes of each recurrent layer's state; all layers of a model have the same."""
         return [block.rule.form for block in self.blocks if block.rule is not None]
 
     def state_bytes(self, n_rows: int, lag: int = 0) -> int:
-        """Bytes of recurrent layers' states of a sequence; see `new_buffer`."""
+        """Bytes of one sequence's recurrent states; the arguments are those of `new_buffer`."""
         return state_bytes(self.recurrent, self.dtype, n_rows, lag)
 
     def weights_moved(self) -> None:
@@ -200,13 +198,13 @@ class Runtime(RuntimeChecks):
 
     @torch.inference_mode()
     def prefill(self, token_ids: Sequence[int], buffer: KVBuffer, first_slot: int = 0) -> Tensor:
-        """Run a whole text into slots `first_slot`, …; returns the logits (vocab,) after its last token."""
+        """Run a text into the slots from `first_slot` on; return the logits (vocab,) after its last token."""
         for pass_ in self.prefill_passes(token_ids, buffer, first_slot):
             logits = self.forward_together([pass_])[0]
         return logits[0]
 
     def _rows_beside(self, first_slot: int) -> int:
-        """Return the rows of a prefill pass that others wait for: on a CPU one that takes as long at any depth."""
+        """Return the rows of a prefill pass while others wait; on a CPU, so many that it takes as long at any depth."""
         if self.device.type != "cpu":
             return PREFILL_ROWS_BESIDE
         attentions = ((block.heads, block.window) for block in self.blocks if block.has_attention)
@@ -219,9 +217,9 @@ class Runtime(RuntimeChecks):
     ) -> Iterator[Pass]:  # fmt: skip
         """The passes that `prefill` makes; the last one gives the logits (1, vocab) after the text.
 
-        Args: capture: as in `forward`; a text of several passes appends to it several times.
-              is_shared: whether other sequences wait for the next pass, which is a shorter one then.
-              every_row: each pass gives all its rows' logits.
+        Args: capture: as in `forward`; each pass appends to it.
+              is_shared: tells whether other sequences wait for the next pass, which is then shorter.
+              every_row: each pass gives the logits of all its rows.
         """
         start, snapshot_at = 0, len(token_ids) - SNAPSHOT_BEFORE
         while start < len(token_ids):
@@ -243,28 +241,29 @@ class Runtime(RuntimeChecks):
         wanted: Sequence[int] | None = None,
         capture: Mapping[int, list[Tensor]] | None = None,
     ) -> Tensor:
-        """One pass; returns the logits (wanted, vocab) of its rows, in the model's dtype.
+        """Run one pass; return the logits (wanted, vocab) in the model's dtype.
 
-        Args: wanted: the rows that logits are wanted of (None: all).
-              capture: depth -> list that the rows' states (rows, hidden_size) after that many layers are appended to.
+        Args: wanted: the rows whose logits are returned (None: all).
+              capture: depth -> list to which the states (rows, hidden_size) after that many layers are appended.
         """
         return self.forward_together([Pass(self, rows, buffer, wanted, capture)])[0]
 
     @torch.inference_mode()
     def forward_together(self, passes: Sequence[Pass]) -> list[Tensor]:
-        """One pass over rows of several sequences, all of the same `layers`; the wanted logits (rows, vocab) of each.
+        """Run passes of several sequences as one; return the wanted logits (rows, vocab) of each.
 
-        Weights are read once for all rows, and attention goes over each sequence's own buffer. With our kernels the
-        bits are those of passes of their own.
+        All passes have the same `layers`. Weights are read once for all rows, and attention reads each sequence's own
+        buffer. Our kernels give the same bits as if each pass ran alone.
         """
         replayed = None if self.graphs is None else self.graphs.forward(passes)
         return self._computed(passes) if replayed is None else replayed
 
     @torch.inference_mode()
     def read_best(self, logits: Sequence[Tensor], unread: Sequence[Tensor | None]) -> list[list[float]]:
-        """Return the first most probable token of each row of several `logits` (rows, vocab), in one transfer.
+        """Return the most probable token of each row (of equal ones the first), in one transfer from the device.
 
-        Args: unread: numbers on the device, one tensor for each of the logits; they follow the tokens of these.
+        Args: logits: (rows, vocab) of each sequence. unread: a sequence's other numbers on the device; they follow its
+              tokens in the result.
         """
         if self.device.type == "cpu":
             best = [best_of(rows) if self.native is None else self.native.best(rows) for rows in logits]
@@ -282,15 +281,15 @@ class Runtime(RuntimeChecks):
         rows = [
             plan.first + row for plan, (pass_rows, _) in zip(plans, rows_and_heads, strict=True) for row in pass_rows
         ]
-        of_all = rows == list(range(plans[-1].first + plans[-1].n))
-        at = {name: [i for i, pass_rows in enumerate(formats) if pass_rows == name] for name in dict.fromkeys(formats)}
-        indices = {name: self._index([rows[i] for i in pass_rows]) for name, pass_rows in at.items()}
+        reads_all = rows == list(range(plans[-1].first + plans[-1].n))
+        at_format = {name: [i for i, other in enumerate(formats) if other == name] for name in dict.fromkeys(formats)}
+        indices = {name: self._index([rows[i] for i in pass_rows]) for name, pass_rows in at_format.items()}
         hidden, inputs = self._begun(passes, plans), self.inputs_of(plans)
         first, last = passes[0].layers or (0, self.n_layers)
         read: HeadRows | None = None
-        if len(at) == 1:
+        if len(at_format) == 1:
             ((name, index),) = indices.items()
-            read = name, None if of_all else index
+            read = name, None if reads_all else index
         kinds = self.counter.begin(passes, plans)
         hidden, computed = self._between(hidden, passes, plans, first, last, inputs, read)
         self.counter.end(kinds)
@@ -303,7 +302,7 @@ class Runtime(RuntimeChecks):
         else:
             logits = torch.empty((len(rows), self.vocab_size), dtype=self.dtype, device=self.device)
             for name, index in indices.items():
-                logits.index_copy_(0, uploaded(at[name], self.device), self.logits(hidden, name, index))
+                logits.index_copy_(0, uploaded(at_format[name], self.device), self.logits(hidden, name, index))
         sizes = [len(pass_rows) for pass_rows, _ in rows_and_heads]
         return [logits] if len(sizes) == 1 else list(torch.split(logits, sizes))
 
@@ -311,18 +310,18 @@ class Runtime(RuntimeChecks):
         """Return the states (rows, hidden_size) that passes begin with; our kernels overwrite them."""
         if all(pass_.hidden is None for pass_ in passes):
             return self._embedded(plans)
-        begun = [
+        states = [
             self._embedded([plan]) if pass_.hidden is None else pass_.hidden
             for pass_, plan in zip(passes, plans, strict=True)
         ]
-        if len(begun) > 1:
-            return torch.cat(begun)
-        return begun[0] if self.native is None else begun[0].clone()
+        if len(states) > 1:
+            return torch.cat(states)
+        return states[0] if self.native is None else states[0].clone()
 
-    def _wanted(self, one: Pass) -> tuple[Sequence[int], list[str | None]]:
+    def _wanted(self, pass_: Pass) -> tuple[Sequence[int], list[str | None]]:
         """Return the rows of a pass whose logits are wanted, and the LM head's format for each."""
-        n, names = len(one.rows.token_ids), [variant.format_of("head") for variant in one.rows.variants] or [None]
-        rows_read = range(n) if one.wanted is None else one.wanted
+        n, names = len(pass_.rows.token_ids), [variant.format_of("head") for variant in pass_.rows.variants] or [None]
+        rows_read = range(n) if pass_.wanted is None else pass_.wanted
         if len(rows_read) > n or not all(0 <= row < n for row in rows_read):
             raise ValueError(f"logits of rows {list(rows_read)} were asked for in a pass over {n}")
         return rows_read, [names[row // (n // len(names))] for row in rows_read]
@@ -342,9 +341,9 @@ class Runtime(RuntimeChecks):
         inputs: Tensor | None,
         read: HeadRows | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the states after layers first … last - 1; record intermediate states that passes ask for.
+        """Return the states after layers first … last - 1; record the intermediate states that passes capture.
 
-        Our kernels compute the logits of the rows to `read` in the run of the last layers: threads need not wake again.
+        Our kernels also return the logits of the rows to `read`: in one run with the last layers, threads wake once.
         """
         stops = sorted({depth for pass_ in passes for depth in pass_.capture or () if first < depth <= last})
         by_table = self.row_invariant or (self.by_table and len(plans) > 1)
@@ -364,7 +363,7 @@ class Runtime(RuntimeChecks):
         return hidden, logits
 
     def taken_experts(self) -> ExpertCounts | None:
-        """Return what rows took of mixtures since the last call; None: nothing, or their last result was not read."""
+        """Return which experts rows took since the last call; None: none, or the numbers are still on a GPU."""
         return self.counter.taken() if self.native is None else self.native.taken_experts()
 
     @property
@@ -373,7 +372,7 @@ class Runtime(RuntimeChecks):
 
     @torch.inference_mode()
     def embed(self, token_ids: Sequence[int] | Tensor, first_slot: int) -> Tensor:
-        """The state (rows, hidden_size) of a chain of rows before the first layer; see `run_layers`."""
+        """Return the states (rows, hidden_size) of a chain of rows before the first layer; see `run_layers`."""
         return self._embedded([PassPlan(self, Rows(token_ids, first_slot))])
 
     @torch.inference_mode()
@@ -386,9 +385,9 @@ class Runtime(RuntimeChecks):
         last: int,
         token_ids: Sequence[int] | None = None,
     ) -> Tensor:
-        """Run a chain of rows at `first_slot` … through layers first … last - 1; `hidden` is (rows, hidden_size).
+        """Run a chain of rows, from `first_slot` on, through layers first … last - 1; return their states.
 
-        Args: token_ids: of the rows, which models read that have inputs by layer.
+        Args: hidden: (rows, hidden_size). token_ids: the rows' tokens; only models with per-layer inputs need them.
         """
         states: list[Tensor] = []
         rows = Rows(token_ids or [0] * hidden.shape[0], first_slot)
@@ -396,14 +395,14 @@ class Runtime(RuntimeChecks):
         return states[0]
 
     def _embedded(self, plans: Sequence[PassPlan]) -> Tensor:
-        """The states (rows, hidden_size) of the tokens of all plans before the first layer."""
+        """Return the states (rows, hidden_size) of all plans' tokens before the first layer."""
         token_ids = token_ids_of(plans, self.device)
         if self._positions is None:
             return self.entered(token_ids)
         return self.entered(token_ids, torch.cat([plan.positions(self.device) for plan in plans]))
 
     def entered(self, token_ids: Tensor, positions: Tensor | None = None) -> Tensor:
-        """The states (rows, hidden_size) of tokens before the first layer, at positions if the model learnt these."""
+        """Return the states (rows, hidden_size) of tokens before the first layer; positions: of learned embeddings."""
         hidden = cast(Tensor, self._embed(token_ids))
         if self._embed_scale is not None:
             hidden = hidden * self._embed_scale
@@ -415,7 +414,7 @@ class Runtime(RuntimeChecks):
         return hidden + nn.Embedding.forward(self._positions, positions + self._first_position)
 
     def inputs_of(self, plans: Sequence[PassPlan]) -> Tensor | None:
-        """The vectors of all plans' tokens, a row of those of all layers each; None: the model has none."""
+        """Return the per-layer inputs (rows, layers * width) of all plans' tokens; None: the model has none."""
         given = self.layer_inputs
         if given is None:
             return None
@@ -432,9 +431,9 @@ class Runtime(RuntimeChecks):
         last: int,
         inputs: Tensor | None = None,
     ) -> Tensor:
-        """The states (rows, hidden_size) of the rows of all plans after layers first … last - 1.
+        """Return the states (rows, hidden_size) of all plans' rows after layers first … last - 1.
 
-        Args: inputs: see `PerLayerInputs`.
+        Args: inputs: per-layer inputs (rows, layers * width), see `PerLayerInputs`.
         """
         states = Residual(hidden)
         for block in self.blocks[first:last]:
@@ -446,9 +445,10 @@ class Runtime(RuntimeChecks):
         return states.whole()
 
     def logits(self, hidden: Tensor, name: str | None = None, index: Tensor | None = None) -> Tensor:
-        """Final norm and head, or its copy in a format: (rows, vocab) of states (rows, hidden_size), of whatever depth.
+        """Apply final norm and LM head to states (rows, hidden_size) of any depth; return logits (rows, vocab).
 
-        Args: index: numbers of the rows that are wanted (None: all); int32 for our kernels, else int64.
+        Args: name: format of a copy of the head (None: the head itself). index: the rows that are wanted (None: all),
+              int32 for our kernels, else int64.
         """
         if self.native is not None:
             return self._capped(self.native.logits(hidden.contiguous(), name, index))
@@ -461,7 +461,7 @@ class Runtime(RuntimeChecks):
         self._head = self.copies.head_map = head
 
     def head(self, normed: Tensor, name: str | None = None) -> Tensor:
-        """The head alone, or its copy in a format: logits (rows, vocab) of normed states (rows, hidden_size)."""
+        """Apply the LM head, or its copy in a format, to normed states (rows, hidden_size); return (rows, vocab)."""
         head = self.head_module(name)
         if self.native is not None and normed.dtype == self.dtype and not normed.requires_grad:
             logits = self.native.logits(normed.contiguous(), name, normed=False)
