@@ -109,7 +109,7 @@ fresh: setup containers
 chaos: setup
 	cd tests && $(abspath $(BIN))/python -m chaos $(ONLY)
 
-# A fleet on this machine: pages of a full database, look-ups of 200 replicas, jobs under kills, a lost database, a
+# A fleet on this machine: pages of a full database, lookups of 200 replicas, jobs under kills, a lost database, a
 # migration, on servers of their own; MORE="--only pages,lookups --seconds 10" chooses. Alone on the machine: it times.
 fleet: setup
 	cd tests && $(abspath $(BIN))/python -m fleet $(MORE)

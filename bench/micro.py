@@ -368,7 +368,7 @@ def head_rank(weight: torch.Tensor) -> tuple[int, float]:
 @main.command()
 @click.option("--seconds", default=20.0, help="Of each part.")
 def lookups(seconds: float) -> dict[str, Any]:
-    """Look-ups of a layer set over HTTP on loopback: how many a second, and how long one takes at a steady rate.
+    """Lookups of a layer set over HTTP on loopback: how many a second, and how long one takes at a steady rate.
 
     Starts `swiftopt serve` as a separate process, on a fresh SQLite file with 100 layer sets, and asks it from here:
     first as fast as a few connections can, then at 100 a second, each request at its own time whether or not the one

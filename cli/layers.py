@@ -194,7 +194,7 @@ def _trials(store: Store, record: LayerSetRecord) -> Sequence[Trial]:
 
 
 def _is_best(store: Store, record: LayerSetRecord) -> bool:
-    """Return whether a look-up for the set's own device and dtype finds a plan with this set."""
+    """Return whether a lookup for the set's own device and dtype finds a plan with this set."""
     try:
         plan = store.lookup(record.fingerprint or record.model, record.task, record.device, record.dtype)
     except LayerSetNotFound:

@@ -55,7 +55,7 @@ requests, learning, access = (partial(option, heading) for heading in ("Requests
 
 
 @commands.command(
-    short_help="Serve models and look-ups over HTTP, and take jobs.",
+    short_help="Serve models and lookups over HTTP, and take jobs.",
     common="models host port concurrency tune keep_prompts new_key requests_per_min redis db as_json",
 )
 @click.option(
@@ -154,7 +154,7 @@ requests, learning, access = (partial(option, heading) for heading in ("Requests
 @options.as_json
 @commands.example("serve --model smollm2-135m", "serve --port 8000 --stream-folder prompts", "serve --new-key ci")
 def serve(new_key: str | None, as_json: bool, models: tuple[str, ...], **values: Any) -> int:
-    """Decode over HTTP, answer look-ups of layer sets, and take jobs.
+    """Decode over HTTP, answer lookups of layer sets, and take jobs.
 
     With --model the server speaks OpenAI's API (/v1/chat/completions, /v1/completions, /v1/models) and gets faster on
     the requests that it serves; their output stays that of plain decoding. Each model runs in its own process.

@@ -28,7 +28,7 @@ WHERE_GIVEN: Any = {"exclude_if": lambda value: value is None}
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo(Record):
-    """What the store must know of a model so that look-ups need no torch.
+    """What the store must know of a model so that lookups need no torch.
 
     `earlier` are fingerprints that the same model had in other forms: what is stored under them becomes its own.
     """
@@ -43,7 +43,7 @@ class ModelInfo(Record):
 
 @dataclass(frozen=True, slots=True)
 class ModelList(Record):
-    """Models that were loaded once, and every name that a look-up knows."""
+    """Models that were loaded once, and every name that a lookup knows."""
 
     SCHEMA: ClassVar = "swiftopt.stored-models/1"
     ERROR: ClassVar = StoreError
@@ -199,13 +199,13 @@ class Plan(Measurement):
 
     @property
     def usual_alias(self) -> str:
-        """Return what look-ups ask for to find such plans: `best`, or the name of the engine that they are for."""
+        """Return what lookups ask for to find such plans: `best`, or the name of the engine that they are for."""
         return self.engine or "best"
 
 
 @dataclass(frozen=True, slots=True)
 class FoundPlan(Record):
-    """A look-up's answer; `fallback` says in words what differs from what was asked, None for an exact hit.
+    """A lookup's answer; `fallback` says in words what differs from what was asked, None for an exact hit.
 
     `alias` None: the version itself was asked for.
     """
@@ -222,7 +222,7 @@ class FoundPlan(Record):
 
 @dataclass(frozen=True, slots=True)
 class PlanInUse(Measurement):
-    """What commands decode a task with: the plan that a look-up finds, without what it needs to run.
+    """What commands decode a task with: the plan that a lookup finds, without what it needs to run.
 
     `version` None: none is stored. The figures are those of the drafts, also where the verdict is to leave them out.
     """

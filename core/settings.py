@@ -20,7 +20,7 @@ FORMATS: tuple[str, ...] = get_args(Format)
 FP8_ON_CPU = "our kernels for a CPU do not read fp8: draft in int8 or int4"
 # Weights per scale in format "int4"; "int4-64" and "int4-32" have the group size in their name.
 GROUP = 128
-# Names of other inference engines in `export --to`, `tune --engine` and look-ups.
+# Names of other inference engines in `export --to`, `tune --engine` and lookups.
 EngineName = Literal["transformers", "llamacpp", "vllm", "openvino", "sglang", "tensorrt-llm"]
 ENGINES: tuple[str, ...] = get_args(EngineName)
 EXPORT_SCHEMA, EXPORT_SUMMARY = (

@@ -1,1 +1,1 @@
-"""The HTTP API: layer-set look-ups, jobs, events, health and metrics; starts without torch."""
+"""The HTTP API: layer-set lookups, jobs, events, health and metrics; starts without torch."""

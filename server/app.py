@@ -41,7 +41,7 @@ from .usage import stored_usage
 PAGES = (overview, requests, plans, searches, jobs, traffic, playground, terms)
 BACKLOG = 1024
 CLIENT_STALL_TIMEOUT_S = 120  # Close a connection whose client reads nothing for this long.
-# Interval at which threads yield to the event loop. Python's 5 ms would be half of a look-up's time limit.
+# Interval at which threads yield to the event loop. Python's 5 ms would be half of a lookup's time limit.
 SWITCH_S = 0.001
 DRAIN_S = 5  # Seconds for requests in progress to finish at shutdown. Event streams end at once.
 ABORT_GRACE_S = 2  # Extra seconds for aborted completions to send their error.
@@ -142,7 +142,7 @@ def serve(
     )
     sys.setswitchinterval(SWITCH_S)
     gc.collect()
-    gc.freeze()  # Keep existing objects out of full garbage collections, which would block look-ups for 80 ms.
+    gc.freeze()  # Keep existing objects out of full garbage collections, which would block lookups for 80 ms.
     with _reconciling(store, queue), stored_usage(store, app.state.swiftopt.usage), _quiet_end():
         _Server(config, engines, settings.drain_s).run(sockets=[listener])
     if traces is not None:

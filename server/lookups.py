@@ -1,6 +1,6 @@
-"""Layer sets over HTTP: one look-up, many at once, lists.
+"""Layer sets over HTTP: one lookup, many at once, lists.
 
-Look-ups must be fast: answers are encoded once, one query tells every half second which of them still hold, and equal
+Lookups must be fast: answers are encoded once, one query tells every half second which of them still hold, and equal
 concurrent queries share one database query.
 """
 
@@ -37,7 +37,7 @@ FRESH_S = 0.5  # Age in seconds from which a cached answer is checked in the bac
 LONGEST_S = 2.0  # Age in seconds from which a cached answer is not used any more.
 MAX_ANSWERS = 10_000
 MAX_QUERIES = 1000
-THREADS = 4  # Threads reserved for cache misses, so that slow requests elsewhere do not delay look-ups.
+THREADS = 4  # Threads reserved for cache misses, so that slow requests elsewhere do not delay lookups.
 BUCKETS_S = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0, 5.0)
 CACHE_CONTROL = "max-age=1"
 
@@ -45,7 +45,7 @@ router = APIRouter(prefix="/v1", tags=["layer sets"])
 
 
 class LookupQuery(Strict):
-    """One look-up of a batch."""
+    """One lookup of a batch."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -59,7 +59,7 @@ class LookupQuery(Strict):
 
 
 class Batch(Strict):
-    """Look-ups to answer together."""
+    """Lookups to answer together."""
 
     queries: list[LookupQuery] = Field(max_length=MAX_QUERIES)
 
@@ -86,7 +86,7 @@ Answer = dict[str, Any] | SwiftoptError
 
 
 def find_plans(store: Store, queries: Sequence[LookupQuery]) -> list[Answer]:
-    """Return a look-up's object per query, or the error of it alone; look-ups of a model are one query of the database.
+    """Return a lookup's object per query, or the error of it alone; lookups of a model are one query of the database.
 
     Raises: StoreUnavailable: the database is away.
     """
@@ -108,7 +108,7 @@ def find_plans(store: Store, queries: Sequence[LookupQuery]) -> list[Answer]:
 
 
 def _find_plan(store: Store, query: LookupQuery, plan: FoundPlan | None) -> Answer:
-    """Return the object of a look-up that has found `plan`; None: look for it, to say what is stored instead."""
+    """Return the object of a lookup that has found `plan`; None: look for it, to say what is stored instead."""
     try:
         if query.version is not None:
             plan = store.plan(query.model, query.task, query.version)
@@ -169,7 +169,7 @@ class LookupCache:
         self._checking: asyncio.Task[None] | None = None
         self._threads: CapacityLimiter | None = None
         self.times = Histogram(
-            "swiftopt_lookup_seconds", "Seconds per single look-up.", registry=None, buckets=BUCKETS_S
+            "swiftopt_lookup_seconds", "Seconds per single lookup.", registry=None, buckets=BUCKETS_S
         )
 
     async def get(self, queries: Sequence[LookupQuery]) -> list[CachedAnswer]:
@@ -333,7 +333,7 @@ async def layer_set(
 
 @router.post("/layer-sets:lookup", operation_id="lookup", response_model=LookupAnswers)
 async def lookup(cache: Cache, body: Batch) -> Response:
-    """Up to 1000 look-ups at once; each gets its plan or its own problem object, in the same order."""
+    """Up to 1000 lookups at once; each gets its plan or its own problem object, in the same order."""
     bodies = b",".join(answer.body for answer in await cache.get(body.queries))
     return Response(b'{"schema": "swiftopt.lookup/1", "answers": [' + bodies + b"]}", media_type="application/json")
 
@@ -351,7 +351,7 @@ def layer_sets(
 
 @router.get("/models", operation_id="models", response_model=ModelList)
 def models(app: Shared) -> Response:
-    """OpenAI's list of the models that are served; then those that were loaded once, and names look-ups know."""
+    """OpenAI's list of the models that are served; then those that were loaded once, and names lookups know."""
     stored_models = ModelList(tuple(app.store.models()), tuple(app.store.model_names())).to_json()
     return JSONResponse(
         {**stored_models, "object": "list", "data": [engine.card() for engine in app.engines.of.values()]}

@@ -38,7 +38,7 @@ IDENTITY = "identity"  # Content-Encoding of an uncompressed body.
 # Routes that monitoring polls every few seconds: not logged by default.
 POLLS = ("/livez", "/readyz", "/health", "/metrics")
 REQUEST_ID = "x-request-id"  # Header of a request's id, in the request and in its answer.
-LOOKUPS = "/v1/layer-sets/"  # Path prefix of single look-ups. They are cached and exempt from the rate limit.
+LOOKUPS = "/v1/layer-sets/"  # Path prefix of single lookups. They are cached and exempt from the rate limit.
 JSON = ("application/json",)
 LINES = ("application/jsonl", "application/x-ndjson", "application/octet-stream", "multipart/form-data")
 JSON_PATHS = (
@@ -125,7 +125,7 @@ Shared = Annotated[State, Depends(state_of)]
 
 
 class AccessMiddleware:
-    """Access checks and access log, in pure ASGI to keep look-ups fast."""
+    """Access checks and access log, in pure ASGI to keep lookups fast."""
 
     def __init__(self, app: ASGIApp, settings: ServerSettings, answers: Counter) -> None:
         self._app, self._settings, self._answers = app, settings, answers

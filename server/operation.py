@@ -83,7 +83,7 @@ class Liveness(BaseModel):
 class Readiness(BaseModel):
     """Whether requests can be served; each part says `ok` or what is wrong.
 
-    `degraded`: models and look-ups are served, but nothing can be stored.
+    `degraded`: models and lookups are served, but nothing can be stored.
     """
 
     status: Literal["ok", "degraded", "unavailable"]
@@ -111,8 +111,8 @@ async def livez() -> Response:
 def readyz(app: Shared) -> Response:
     """Database, migrations, Redis, engines; 503 when the database is away or an engine not there.
 
-    Without Redis look-ups and submissions work. Where the database or a disk takes no writes, the status is `degraded`:
-    models and look-ups are served on, and nothing new is stored; looked at every ten seconds at most.
+    Without Redis lookups and submissions work. Where the database or a disk takes no writes, the status is `degraded`:
+    models and lookups are served on, and nothing new is stored; looked at every ten seconds at most.
     """
     engines = {name: engine.state for name, engine in app.engines.of.items()}
     report: dict[str, Any] = {"status": "ok", "database": "ok", "migrations": "ok", "redis": redis_state(app.queue)}

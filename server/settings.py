@@ -145,7 +145,7 @@ def _hash(key: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ServerSettings:
-    """Look-ups of single layer sets, health and metrics do not count against `requests_per_min`."""
+    """Lookups of single layer sets, health and metrics do not count against `requests_per_min`."""
 
     keys: KeyRing = field(default_factory=KeyRing)
     stream_folders: tuple[Path, ...] = ()  # Folders of the stream files that jobs may name.

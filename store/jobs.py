@@ -172,7 +172,7 @@ def to_jobs(session: Session, rows: Sequence[JobRow]) -> list[Job]:
 
 
 def _plans_in_use(session: Session, sets: Iterable[LayerSetRecord]) -> dict[LookedUp, PlanInUse]:
-    """Return the plans that look-ups find for the layer sets' models and tasks, on the devices they were tuned on."""
+    """Return the plans that lookups find for the layer sets' models and tasks, on the devices they were tuned on."""
     plans: dict[LookedUp, PlanInUse] = {}
     for key in map(_lookup_key, sets):
         if key not in plans:
@@ -183,7 +183,7 @@ def _plans_in_use(session: Session, sets: Iterable[LayerSetRecord]) -> dict[Look
 
 
 class LookedUp(NamedTuple):
-    """The arguments of a look-up for decoding a task."""
+    """The arguments of a lookup for decoding a task."""
 
     model: str
     task: str
@@ -322,7 +322,7 @@ def finish_task(
 ) -> TaskFinished:
     """Store a task's layer set, its event and the snapshot to go on from: all or nothing, and once.
 
-    `promotion` says whether look-ups find the set from now on.
+    `promotion` says whether lookups find the set from now on.
 
     Raises: LayerSetError: the model has another number of layers.
     """

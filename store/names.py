@@ -16,7 +16,7 @@ Row = TypeVar("Row", bound=OfTask)
 
 BY_NAME = select(ModelRow).join(NameRow).where(NameRow.name == bindparam("name"))
 _OF_FINGERPRINT = aliased(ModelRow)
-# In one query, with an index for each half: a look-up takes as long as its queries. A name goes before a fingerprint.
+# In one query, with an index for each half: a lookup takes as long as its queries. A name goes before a fingerprint.
 BY_NAME_OR_FINGERPRINT = select(ModelRow).where(
     ModelRow.id
     == func.coalesce(

@@ -265,7 +265,7 @@ def lookup_many(
 def _nearest_moves(
     session: Session, model: str, tasks: Sequence[str], device: str | None, dtype: str | None, alias: str
 ) -> dict[str, MoveRow]:
-    """Return by task the alias's move that a look-up follows; tasks without one are left out."""
+    """Return by task the alias's move that a lookup follows; tasks without one are left out."""
     asked = list(dict.fromkeys((*tasks, DEFAULT_TASK)))
     row = find_model(session, model)
     moves = {move.task: move for move in _moves(session, NEAREST_MOVES, row, asked, alias, device=device, dtype=dtype)}
@@ -273,14 +273,14 @@ def _nearest_moves(
     return {task: found_move for task, found_move in found_moves.items() if found_move is not None}
 
 
-# Seconds after which what a look-up found is read again although its state is the same: models may have been merged.
+# Seconds after which what a lookup found is read again although its state is the same: models may have been merged.
 REREAD_S = 60.0
 # A model's id, and the id of its newest move of an alias; None: no such model.
 LookupState = tuple[int, int | None] | None
 
 
 def lookup_state(session: Session, model: str) -> LookupState:
-    """Return a state of a model (name or fingerprint): look-ups find the same while it stays, but for merged models."""
+    """Return a state of a model (name or fingerprint): lookups find the same while it stays, but for merged models."""
     return lookup_states(session, [model]).get(model)
 
 
@@ -293,7 +293,7 @@ def lookup_states(session: Session, models: Sequence[str]) -> dict[str, tuple[in
 def tasks_moved(session: Session, model_id: int, since: int | None) -> set[str]:
     """Return the tasks of a model that have had a move of an alias since the move `since` of its `lookup_state`.
 
-    If "default" is among them, look-ups that fall back to it may find something else for any task.
+    If "default" is among them, lookups that fall back to it may find something else for any task.
     """
     moved = select(MoveRow.task).where(MoveRow.model_id == model_id, MoveRow.id > (since or 0))
     return set(session.scalars(moved.distinct()))
@@ -302,7 +302,7 @@ def tasks_moved(session: Session, model_id: int, since: int | None) -> set[str]:
 def tasks_between(
     before: LookupState, after: LookupState, moved_since: Callable[[int, int | None], Collection[str]]
 ) -> Collection[str] | None:
-    """Return the tasks that had a move between two states of a model; None: look-ups of any task may have changed.
+    """Return the tasks that had a move between two states of a model; None: lookups of any task may have changed.
 
     Args: moved_since: the store's `tasks_moved`.
     """
@@ -430,7 +430,7 @@ def _versions(session: Session, table: type[PlanRow | LayerSetRow], model: Model
 
 
 def _stored_set(session: Session, model: ModelRow, record: LayerSetRecord) -> LayerSetRow:
-    """Return the stored row of a record. Its task may differ from the plan's, as a look-up may have fallen back."""
+    """Return the stored row of a record. Its task may differ from the plan's, as a lookup may have fallen back."""
     of_task = where_task(LayerSetRow, model, record.task)
     set_row = session.scalar(select(LayerSetRow).where(of_task, LayerSetRow.version == record.version))
     if set_row is None:

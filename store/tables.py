@@ -242,7 +242,7 @@ class LayerSetRow(OfTask, Measured, Base):
     created_at: Mapped[str]
     job: Mapped[str | None] = mapped_column("job_id", ForeignKey(JobRow.id), index=True)
     evidence: Mapped[list[list[float]]] = mapped_column(JSON)
-    prompt_state: Mapped[bytes | None] = mapped_column(deferred=True)  # Loaded on demand: no look-up needs it.
+    prompt_state: Mapped[bytes | None] = mapped_column(deferred=True)  # Loaded on demand: no lookup needs it.
 
     owner: Mapped[ModelRow] = relationship(lazy="joined", innerjoin="unnested")  # type: ignore[arg-type]
 

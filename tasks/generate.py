@@ -127,7 +127,7 @@ class Planner:
         return method_and_info
 
     def refresh(self) -> None:
-        """Forget plans that look-ups no longer find, and tasks without a plan. Thread-safe.
+        """Forget plans that lookups no longer find, and tasks without a plan. Thread-safe.
 
         Raises: StoreError: the database is away.
         """

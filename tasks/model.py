@@ -123,7 +123,7 @@ class Model(AbstractContextManager["Model"]):
         self.name, self.runtime, self.store = name, runtime, store
         self._planners: dict[tuple[str | None, int | None], Planner] = {}
         self.turn: ModelTurn = nullcontext  # Context for planners to measure costs in.
-        self._n_tuned = _n_tuned  # Value of the module's _n_tuned at the last look-up of plans.
+        self._n_tuned = _n_tuned  # Value of the module's _n_tuned at the last lookup of plans.
 
     def close(self) -> None:
         """Close the database."""

@@ -241,7 +241,7 @@ class TaskTraffic(TunedTask):
     `judged` is the latest verdict on the `pairs`, timed with layer set `paired`; `n_unjudged` pairs are newer.
     `word` is the verdict in force for the drafts in use, until newer pairs contradict it. No search begins before the
     plan was `looked_up`. `version` is the stored plan in use, and `best` the version that `best` meant at the latest
-    look-up.
+    lookup.
 
     `n_requests` have ended, with `n_tokens`. Their rounds took `seconds` of the engine, `compared_s` of these in rounds
     of the way that is not in use. `drafted` are rounds with the drafts in use, since these or the text changed;

@@ -55,7 +55,7 @@ LEASE_S = 30.0  # Lease of a replica on a task's search. It is renewed after a t
 SAVE_COSTS_S = 60.0  # Seconds between two writes of the refined costs to the database.
 CORPUS_BYTES = 64 << 20  # Memory for finished answers where nothing else is said.
 KEEP_TRIALS_S = 5.0  # Seconds between two writes of a task's trials to the database.
-REFRESH_S = 5.0  # Seconds between two look-ups of plans that other replicas stored.
+REFRESH_S = 5.0  # Seconds between two lookups of plans that other replicas stored.
 # Tasks kept per model. When all of them are tuned, requests with new task names count as the default task.
 MAX_TASKS = 64
 # Cosine between a prompt's hidden state and a task's mean from which the prompt is assigned to that task.
@@ -175,7 +175,7 @@ class Traffic:
         self.model, self.runtime, self.store = model, runtime, store
         self.corpora = Corpora(CORPUS_BYTES) if corpora is None else corpora
         self.settings = settings or TuningSettings(draft_format=DRAFT_FORMAT)
-        # Store the name under which the model is served, so that look-ups by it find the model's plans.
+        # Store the name under which the model is served, so that lookups by it find the model's plans.
         if store is not None:
             named_info = replace(runtime.info, names=(*runtime.info.names, model))
             with_retries(lambda: store.remember_model(named_info))

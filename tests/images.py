@@ -498,7 +498,7 @@ def run_cpu(image: str, folder: Path, quick: bool, report: Report) -> None:
 
 
 def run_api(image: str, folder: Path, report: Report) -> None:
-    """Migrate and serve without a model: look-ups, a job that waits, and a sentence where a model is asked for."""
+    """Migrate and serve without a model: lookups, a job that waits, and a sentence where a model is asked for."""
     with ExitStack() as running:
         deployment = Deployment(folder, running)
         api = deployment.service("api", image)
@@ -522,7 +522,7 @@ def run_api(image: str, folder: Path, report: Report) -> None:
         asked = subprocess.run(api.words("swiftopt", "serve", "--model", MODEL), capture_output=True, text=True)
         if "torch is not installed here" not in asked.stderr:
             raise Failed(f"{image}: serve --model said {asked.stderr}")
-        report.add(f"{image}: migration, look-up, a job", "work")
+        report.add(f"{image}: migration, lookup, a job", "work")
 
 
 def run_cuda(image: str, folder: Path, report: Report) -> None:

@@ -118,7 +118,7 @@ def _comparison_evidence(store: Store, version: PlanVersion) -> Evidence:
 
 
 def overview_of(versions: Sequence[PlanVersion]) -> list[tuple[PlanVersion, int]]:
-    """Return per model and task the version that look-ups find, else the newest, and the number of versions."""
+    """Return per model and task the version that lookups find, else the newest, and the number of versions."""
     counts = Counter((version.model, version.task) for version in versions)
     current: dict[tuple[str, str], PlanVersion] = {}
     for version in versions:
@@ -135,7 +135,7 @@ def _since(version: PlanVersion) -> str:
 
 
 def choose_version(versions: Sequence[PlanVersion], number: int | None) -> PlanVersion:
-    """Return the version of that number; None: the one that look-ups find.
+    """Return the version of that number; None: the one that lookups find.
 
     Raises: Refused: 404, there is no such version.
     """

@@ -34,7 +34,7 @@ TERMS: Mapping[str, str] = {
     "Tokens per second of decoding": "Tokens / seconds of rounds of a request, without its prompt, search and waits.",
     "Trial": "A layer set that a search has scored once.",
     "Verdict": "Whether drafts are used: only if the whole interval of the ratio is above 1.",
-    "Version": "A stored plan of a task: look-ups find the one that is called best.",
+    "Version": "A stored plan of a task: lookups find the one that is called best.",
 }
 # Label of a heading or a figure -> its term, where that is not the label itself.
 LABELS: Mapping[str, str] = {

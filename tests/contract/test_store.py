@@ -263,7 +263,7 @@ def test_loaded_model_wins_over_a_file_that_gave_its_fingerprint_another_depth(s
     assert store.layer_sets(MODEL.fingerprint) == []
 
 
-# --- aliases and look-ups ---------------------------------------------------------------------------------------------
+# --- aliases and lookups ---------------------------------------------------------------------------------------------
 
 
 def test_lookup_is_exact_when_model_task_device_and_dtype_agree(store: Store) -> None:

@@ -48,28 +48,28 @@ def fill_database(fleet: Fleet) -> list[Figure]:
 
 
 def lookups(fleet: Fleet) -> list[Figure]:
-    """The replicas' look-ups in each way of asking, and through an API process."""
+    """The replicas' lookups in each way of asking, and through an API process."""
     asked = f"{fleet.replicas} replicas, {TASKS} tasks each, every {PERIOD_S:g} s"
     stored = f"{fleet.size.tasks:,} plans of {fleet.size.models} models, a version stored every second"
     figures = []
     with Store.open(fleet.url) as store, storing(store, fleet.size):
         for way, per_query, name in (
-            ("one_by_one", 1, "look-ups one by one, at most"),
-            ("together", TASKS, "look-ups together, at most"),
+            ("one_by_one", 1, "lookups one by one, at most"),
+            ("together", TASKS, "lookups together, at most"),
         ):
             load = measure(fleet.plan(way, per_query=per_query, paced=False))
             figures.append(_figure(name, load, f"as fast as 20 clients ask, {per_query} a query; {stored}"))
         load = measure(fleet.plan("as_replicas"))
-        figures.append(_figure("look-ups of replicas", load, f"{asked}; {stored}", fleet.replicas))
+        figures.append(_figure("lookups of replicas", load, f"{asked}; {stored}", fleet.replicas))
         with serving(fleet.url, fleet.folder / "lookups.log", "--rate", "0") as api:
             load = measure(fleet.plan("over_http", api.url))
             how = f"{asked}, a request for each replica, one API process; {stored}"
-            figures.append(_figure("look-ups over HTTP", load, how, fleet.replicas))
+            figures.append(_figure("lookups over HTTP", load, how, fleet.replicas))
     return figures
 
 
 def _figure(name: str, load: Load, how: str, replicas: int = 0) -> Figure:
-    """A figure of look-ups; those of `replicas` have to keep up with their rate, or with the wanted one, in time."""
+    """A figure of lookups; those of `replicas` have to keep up with their rate, or with the wanted one, in time."""
     values = {"per_s": load.per_s, "p50_ms": load.ms(0.5), "p99_ms": load.ms(0.99), "longest_ms": load.ms(1.0)}
     values["failed"] = load.n_failed
     if not replicas:

@@ -1,4 +1,4 @@
-"""The look-ups of a fleet's replicas on one PostgreSQL: straight to the database, and through API processes."""
+"""The lookups of a fleet's replicas on one PostgreSQL: straight to the database, and through API processes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ STORED_EVERY_S = 1.0  # Between two versions that some replica stores.
 
 @dataclass(slots=True)
 class Load:
-    """What was asked within `seconds`: of each query its number of look-ups and its time from when it was due."""
+    """What was asked within `seconds`: of each query its number of lookups and its time from when it was due."""
 
     seconds: float = 0.0
     n_lookups: int = 0
@@ -49,7 +49,7 @@ class Load:
 
     @property
     def per_s(self) -> float:
-        """Look-ups answered per second."""
+        """Lookups answered per second."""
         return self.n_lookups / self.seconds
 
     def ms(self, share: float) -> float:
@@ -63,7 +63,7 @@ class Load:
         return f"{self.per_s:,.0f} a second; p50 {self.ms(0.5):.1f} ms, p99 {self.ms(0.99):.1f} ms"
 
 
-# --- ways to ask: a function of a database or server that returns one of (replica, its tasks) -> number of look-ups
+# --- ways to ask: a function of a database or server that returns one of (replica, its tasks) -> number of lookups
 
 
 def one_by_one(url: str, size: Size) -> Callable[[int, Sequence[str]], int]:
@@ -82,7 +82,7 @@ def one_by_one(url: str, size: Size) -> Callable[[int, Sequence[str]], int]:
 
 
 def together(url: str, size: Size) -> Callable[[int, Sequence[str]], int]:
-    """All tasks of a replica in one look-up."""
+    """All tasks of a replica in one lookup."""
     store = Store.open(url)
 
     def ask(replica: int, tasks: Sequence[str]) -> int:

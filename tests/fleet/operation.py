@@ -53,7 +53,7 @@ class Fleet:
 
 
 def run_jobs(fleet: Fleet) -> list[Figure]:
-    """Jobs that sleep, on workers that are killed, beside the replicas' look-ups; Redis is killed once, too."""
+    """Jobs that sleep, on workers that are killed, beside the replicas' lookups; Redis is killed once, too."""
     with (
         site(fleet.url, fleet.valkey.url, fleet.folder) as found,
         serving(fleet.url, fleet.folder / "api.log", "--redis", fleet.valkey.url, "--rate", "0"),
@@ -72,11 +72,11 @@ def run_jobs(fleet: Fleet) -> list[Figure]:
         attempts = Counter(found.job(job).attempt for job in jobs)
     measured = (
         f"{len(lost)} lost, {len(twice)} run twice; {n_kills} workers killed; {len(jobs) / took_s:.0f} jobs a second,"
-        f" {len(jobs) / submitted_s:.0f} submitted; look-ups meanwhile {load.words}"
+        f" {len(jobs) / submitted_s:.0f} submitted; lookups meanwhile {load.words}"
     )
     how = (
         f"{len(jobs):,} jobs of {JOB_S} s on {N_WORKERS} workers, a worker killed every {KILL_EVERY_S[0]:g} to"
-        f" {KILL_EVERY_S[1]:g} s, Valkey killed once; beside them the replicas' look-ups and an API process"
+        f" {KILL_EVERY_S[1]:g} s, Valkey killed once; beside them the replicas' lookups and an API process"
     )
     values = {"attempts": dict(attempts), "kills": n_kills, "seconds": took_s, "lost": lost, "twice": twice}
     return [Figure("jobs", measured, "0 lost, 0 run twice", not lost and not twice and n_kills > 0, how, values)]
@@ -112,7 +112,7 @@ def _ends(found: Site, job: str) -> int:
 
 
 def lose_database(fleet: Fleet) -> list[Figure]:
-    """PostgreSQL is killed during look-ups, and is back after some seconds."""
+    """PostgreSQL is killed during lookups, and is back after some seconds."""
     killed_at: list[float] = []
 
     def kill_and_start() -> None:
@@ -134,7 +134,7 @@ def lose_database(fleet: Fleet) -> list[Figure]:
         f"{load.n_failed} queries refused while it was away, answers again {1e3 * back_s:.0f} ms after it was back;"
         f" all in all {load.words}"
     )
-    how = f"PostgreSQL killed (SIGKILL) under the replicas' look-ups and started again after {AWAY_S:g} s"
+    how = f"PostgreSQL killed (SIGKILL) under the replicas' lookups and started again after {AWAY_S:g} s"
     ok = same and load.n_failed > 0 and back_s < 1
     values = {"back_s": back_s, "same": same, "refused": load.n_failed}
     return [Figure("database lost", measured, "answers within 1 s of its return", ok, how, values)]
@@ -167,7 +167,7 @@ def migrate(fleet: Fleet) -> list[Figure]:
         load = end()
     assert before.revision == FIRST and after.ok
     longest_ms = load.ms(1.0)
-    measured = f"{took_s[0]:.2f} s; look-ups meanwhile p99 {load.ms(0.99):.1f} ms, longest {longest_ms:.0f} ms"
+    measured = f"{took_s[0]:.2f} s; lookups meanwhile p99 {load.ms(0.99):.1f} ms, longest {longest_ms:.0f} ms"
     stored = f"{fleet.size.jobs:,} jobs and {fleet.size.jobs * fleet.size.trials:,} trials stored"
     how = f"`swiftopt db upgrade` from {FIRST} under the polls of {fleet.replicas} replicas; {stored}"
     ok = load.n_failed == 0 and longest_ms < 1000

@@ -20,7 +20,7 @@ def test_fleet_loses_no_job_and_no_look_up() -> None:
     figures = {each.section: each for each in run(chosen, SMALL, 4.0, 40, 8, lambda found: kept.append(len(found)))}
     assert figures["jobs"].ok and figures["database lost"].values["same"], figures
     assert kept == sorted(kept) and kept[-1] == len(figures)
-    for name in ("look-ups one by one, at most", "look-ups together, at most", "look-ups of replicas"):
+    for name in ("lookups one by one, at most", "lookups together, at most", "lookups of replicas"):
         assert figures[name].values["per_s"] > 0 and figures[name].values["failed"] == 0, figures[name]
     assert figures["migration"].values["failed"] == 0, figures["migration"]
 
