@@ -45,9 +45,7 @@ def copy_times(runtime: Runtime, context: int, repeats: int) -> dict[str, Any]:
     for block in (*buffer.keys, *buffer.values):
         block.normal_()
     buffer.coding, clock = SkippedTarget(draft).coding(runtime, buffer.capacity), process_time()
-    n_slots = -1
-    while buffer.code(context) and buffer.coded is not None and buffer.coded.n_slots > n_slots:
-        n_slots = buffer.coded.n_slots
+    n_slots = buffer.coded.n_slots if buffer.code(context, at_once=True) and buffer.coded is not None else 0
     coding_s = process_time() - clock
     ways = {"target": ((), False), "draft": ((draft,), False), "draft by copies": ((draft,), True)}
     samples: dict[str, list[tuple[float, float]]] = {way: [] for way in ways}
@@ -64,10 +62,10 @@ def copy_times(runtime: Runtime, context: int, repeats: int) -> dict[str, Any]:
     }
     c = {way: round(medians[way][0] / medians["target"][0], 3) for way in ways}
     click.echo(
-        f"{context} slots, {max(0, n_slots)} in 4 bits: "
+        f"{context} slots, {n_slots} in 4 bits: "
         + ", ".join(f"{way} {times[0]:.1f} ms" for way, times in medians.items())
     )
-    copies = {"coded": max(0, n_slots), "coding_s": round(coding_s, 3)}
+    copies = {"coded": n_slots, "coding_s": round(coding_s, 3)}
     return {"context": context, **copies, "ms": medians, "c": c}
 
 

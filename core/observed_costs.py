@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import TypeVar
 
-from .context_costs import RowShare, deepened
+from .context_costs import RowShare, SlotCopies, deepened
 from .costs import CostProfile, ExpertCosts, ExpertCounts, Quality, context_bucket, distinct_experts, interpolate
 from .layer_sets import LayerSet
 from .settings import STORED
@@ -123,8 +123,9 @@ class _Bucket:
     slope: _Slope = field(default_factory=_Slope)
     current: CostProfile | None = None
     n_since: int = 0  # Passes learned since `current` was computed.
-    # Profile of another context length that `profile` was computed from; None: it was measured for this one.
+    # Profile of a shorter context that `profile` was computed from; None: it was not.
     origin: CostProfile | None = None
+    copies: SlotCopies | None = None  # What drafts read in place of slots in long contexts.
     # What the longer context was taken to add to a plain pass, in seconds, and to each further row of that.
     deepened_by: tuple[float, float] = (0.0, 0.0)
     # Cache: cost of a pass according to `profile`, in one-row target passes.
@@ -185,7 +186,8 @@ class _Bucket:
         added_s = max(0.0, base_s - origin_s)
         (known_s, known_share), by = self.deepened_by, (added_s, share.value)
         if abs(added_s - known_s) > MIN_CHANGE * base_s or abs(share.value - known_share) > MIN_CHANGE:
-            self.profile, self.deepened_by = deepened(self.origin, self.profile.context_bucket, *by), by
+            self.profile = deepened(self.origin, self.profile.context_bucket, *by, self.copies)
+            self.deepened_by = by
             self.profiled.clear()
             self.current = None
 
@@ -308,9 +310,13 @@ class ObservedCosts:
     """Costs by context length, updated from the timed passes of decoding.
 
     Args: profile: of a typical context. others: further profiles of the same model, device, dtype and software.
+          copies: what drafts read in place of slots in long contexts; None: the slots.
     """
 
-    def __init__(self, profile: CostProfile, others: Iterable[CostProfile] = ()) -> None:
+    def __init__(
+        self, profile: CostProfile, others: Iterable[CostProfile] = (), copies: SlotCopies | None = None
+    ) -> None:
+        self._copies = copies
         self._typical_bucket = profile.context_bucket
         self._row_share = RowShare()
         self._buckets = {other_profile.context_bucket: _Bucket(other_profile) for other_profile in others}
@@ -336,9 +342,10 @@ class ObservedCosts:
             nearest_profile = nearest_bucket.updated()
             # The costs come from another context length, so they do not count as refined here.
             quality: Quality = "disturbed" if nearest_profile.quality == "disturbed" else "quiet"
-            nearest_profile = replace(nearest_profile, context_bucket=size, quality=quality)
-            is_longer = nearest_bucket.profile.context_bucket < size
-            bucket = self._buckets[size] = _Bucket(nearest_profile, origin=nearest_profile if is_longer else None)
+            nearest_profile = replace(nearest_profile, quality=quality)
+            origin = nearest_profile if nearest_profile.context_bucket < size else None
+            bucket = _Bucket(replace(nearest_profile, context_bucket=size), origin=origin, copies=self._copies)
+            self._buckets[size] = bucket
         return bucket
 
     def _nearest_bucket(self, size: int) -> _Bucket:

@@ -40,15 +40,7 @@ class SkippedTarget(DraftModel):
     def coding(self, runtime: Runtime, capacity: int) -> SlotCoding | None:
         if self._shared.layer_set is None or runtime.native is None:
             return None
-        full = [block for block in runtime.blocks if block.has_attention and block.window is None]
-        heads = {block.index: block.heads for block in full if block.heads.latent is None}
-        return SlotCoding.of(
-            runtime.native.kernels,
-            {layer: (own.n_kv_heads, own.width) for layer, own in heads.items()},
-            [block.source for block in runtime.blocks],
-            runtime.info.n_parameters,
-            capacity,
-        )
+        return runtime.native.slot_coding(capacity)
 
     def restart(self) -> None:
         super().restart()

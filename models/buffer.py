@@ -129,16 +129,16 @@ class KVBuffer:
         """Bytes of the slots' copies in 4 bits."""
         return 0 if self.coded is None else self.coded.n_bytes
 
-    def code(self, n_slots: int) -> bool:
+    def code(self, n_slots: int, at_once: bool = False) -> bool:
         """Copy the first slots in 4 bits, as far as they are not yet copied; return whether there are copies to read.
 
-        Args: n_slots: number of committed slots.
+        Args: n_slots: number of committed slots. at_once: copy all of them, although other requests wait meanwhile.
         """
         if self.coding is None or n_slots < self.coding.least:
             return False
         if self.coded is None:
             self.coded = CodedSlots(self.coding, self.keys, self.values)
-        self.coded.extend(n_slots)
+        self.coded.extend(n_slots, at_once)
         return True
 
     def commit(self, n_slots: int, is_place: bool = False) -> None:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
+from ..core.context_costs import SlotCopies
 from ..core.errors import SettingsError
 from ..core.settings import THREADS
 
@@ -45,7 +46,8 @@ def unit_of(kernels: Kernels, width: int) -> Unit:
 class SlotCoding:
     """How a model's slots are copied: the units of each layer that has copies, for contexts of `least` slots or more.
 
-    `sources`: the layer whose slots each layer reads. `slot_bytes`: of the copies, for each slot.
+    `sources`: the layer whose slots each layer reads. `slot_bytes`: of the copies, for each slot. `share`: bytes that a
+    draft reads / bytes that the target reads of a slot that all rows see.
     """
 
     kernels: Kernels
@@ -53,6 +55,12 @@ class SlotCoding:
     sources: Sequence[int]
     least: int
     slot_bytes: int
+    share: float
+
+    @property
+    def copies(self) -> SlotCopies:
+        """What the prices of drafts are computed by."""
+        return SlotCopies(self.least, self.share)
 
     @classmethod
     def of(
@@ -62,10 +70,12 @@ class SlotCoding:
         sources: Sequence[int],
         n_parameters: int,
         capacity: int,
+        value_bytes: int,
     ) -> SlotCoding | None:
         """Return how drafts read a buffer of `capacity` slots; None: as the target does.
 
         Args: heads: the number of key heads and their width, of each layer whose rows see all slots before their own.
+              value_bytes: of a number of a key or value.
         """
         possible = {layer: unit_of(kernels, heads[layer][1]) for layer in sources if layer in heads}
         units = {layer: unit for layer, unit in possible.items() if unit.n_bytes}
@@ -73,8 +83,13 @@ class SlotCoding:
             return None
         n_values = sum(2 * heads[layer][0] * heads[layer][1] for layer in units)
         least = max(LEAST_SLOTS, int(LEAST_SHARE * n_parameters / n_values))
-        slot_bytes = sum(heads[layer][0] * unit.n_bytes / unit.n_slots for layer, unit in units.items())
-        return cls(kernels, units, sources, least, ceil(slot_bytes)) if capacity >= least else None
+        if capacity < least:
+            return None
+        whole = {layer: 2 * n_heads * width * value_bytes for layer, (n_heads, width) in heads.items()}
+        coded = {layer: heads[layer][0] * unit.n_bytes / unit.n_slots for layer, unit in units.items()}
+        readers = [source for source in sources if source in heads]
+        share = sum(coded.get(layer, whole[layer]) for layer in readers) / sum(whole[layer] for layer in readers)
+        return cls(kernels, units, sources, least, ceil(sum(coded.values())), share)
 
 
 class CodedSlots:
@@ -104,13 +119,13 @@ class CodedSlots:
         read = [self._copies.get(source) for source in self._coding.sources]
         return (ctypes.c_void_p * len(read))(*(None if copies is None else copies.data_ptr() for copies in read))
 
-    def extend(self, n_slots: int) -> None:
-        """Copy what is new of the first `n_slots` slots, as far as they fill units, and some units at most.
+    def extend(self, n_slots: int, at_once: bool = False) -> None:
+        """Copy what is new of the first `n_slots` slots, as far as they fill units; not `at_once`: some units at most.
 
         Raises: SettingsError: no thread could be started.
         """
         first = self.n_slots // self._unit_slots
-        last = min(n_slots // self._unit_slots, first + UNITS_AT_ONCE)
+        last = min(n_slots // self._unit_slots, first + (self.n_units if at_once else UNITS_AT_ONCE))
         if last <= first:
             return
         for layer, copies in self._copies.items():

@@ -14,6 +14,7 @@ from time import perf_counter
 import torch
 
 from .. import __version__
+from ..core.context_costs import SlotCopies
 from ..core.costs import CostProfile, ExpertCosts, ExpertCounts, FormatCosts
 from ..core.layer_sets import KINDS, LayerSet
 from ..core.settings import STORED, cpu_words, measures_alone
@@ -21,7 +22,7 @@ from .buffer import KVBuffer, free_bytes
 from .huge_pages import PAGES
 from .measuring import MOST_SHARE, DisturbanceMeter, measuring_turn
 from .mtp import MTP_COSTS, MtpRuntime, format_of_costs
-from .rows import Rows
+from .rows import Pass, Rows
 from .runtime import Runtime
 from .saved import OnStep, no_step
 
@@ -167,6 +168,12 @@ def _wider(runtime: Runtime, bucket: int, n_rows: int, seconds: float) -> dict[i
     return by_rows
 
 
+def slot_copies(runtime: Runtime) -> SlotCopies | None:
+    """Return what drafts made of the model read in its longest contexts in place of slots; None: the slots."""
+    coding = None if runtime.native is None else runtime.native.slot_coding(runtime.max_positions)
+    return None if coding is None else coding.copies
+
+
 def _buffer_at(runtime: Runtime, bucket: int, n_rows: int) -> KVBuffer:
     """Return a buffer for passes of up to `n_rows` rows after `bucket` slots of zeros."""
     buffer = runtime.new_buffer(bucket + n_rows, n_rows)
@@ -267,21 +274,29 @@ def _measured(
     """Time passes with a layer set that skips nothing, together with one row's pass of the whole model, the base."""
     widths = [n for n in widths if n < runtime.max_positions]
     bucket = min(bucket, runtime.max_positions - widths[-1])
-    timed = partial(_pass, runtime, _buffer_at(runtime, bucket, widths[-1]), bucket)
+    buffer = _buffer_at(runtime, bucket, widths[-1])
+    timed = partial(_pass, runtime, buffer, bucket)
+    # Drafts read copies of the slots where decoding makes them.
+    buffer.coding = None if runtime.native is None else runtime.native.slot_coding(buffer.capacity)
+    reads_copies = buffer.code(bucket, at_once=True)
+    timed_draft = partial(timed, reads_coded=reads_copies and not layer_set.is_whole)
     inner = frozenset(range(1, runtime.n_layers - 1))
     of_kind = {kind: [layer for layer in sorted(inner) if kind in runtime.blocks[layer].kinds] for kind in KINDS}
     unseen = replace(layer_set, skip_attn=frozenset(of_kind["attn"][::2]), skip_mlp=frozenset(of_kind["mlp"][1::2]))
-    runs = {f"rows {n}": timed(n, layer_set) for n in widths}
+    runs = {f"rows {n}": timed_draft(n, layer_set) for n in widths}
     # The cost of attention, of the MLPs or of the logits is the time that a pass saves by leaving them out.
-    runs["no attention"] = timed(1, replace(layer_set, skip_attn=inner))
-    runs["no mlp"] = timed(1, replace(layer_set, skip_mlp=inner))
-    runs["no head"] = timed(1, layer_set, wanted=())
+    runs["no attention"] = timed_draft(1, replace(layer_set, skip_attn=inner))
+    runs["no mlp"] = timed_draft(1, replace(layer_set, skip_mlp=inner))
+    runs["no head"] = timed_draft(1, layer_set, wanted=())
+    if reads_copies and layer_set.is_whole:
+        # A draft that keeps the model's weights reads copies all the same.
+        runs["no mlp, copies"] = timed(1, replace(layer_set, skip_mlp=inner), reads_coded=True)
     mixtures = runtime.mixtures
     n_experts_left = 0 if mixtures is None or mixtures.n_chosen // 2 < mixtures.least else mixtures.n_chosen // 2
     if n_experts_left:
-        runs["fewer experts"] = timed(1, replace(layer_set, experts=(("mlp", n_experts_left),)))
+        runs["fewer experts"] = timed_draft(1, replace(layer_set, experts=(("mlp", n_experts_left),)))
     if UNSEEN_ROWS in widths and len(inner) > 1:
-        runs["unseen"] = timed(UNSEEN_ROWS, unseen)
+        runs["unseen"] = timed_draft(UNSEEN_ROWS, unseen)
     base = "rows 1" if layer_set.is_whole else "target"
     runs = {base: timed(1, runtime.whole), **runs}
     taken: dict[str, ExpertCounts] = {}
@@ -301,7 +316,8 @@ def _measured(
     # A wider pass cannot be cheaper than a narrower one: if measured so, the narrower one was disturbed. Take the
     # running maximum.
     wider = dict(zip(widths, accumulate((seconds[f"rows {n}"] / one for n in widths), max), strict=True))
-    costs = FormatCosts(attn, mlp, head, max(0.0, rest), wider)
+    saved_s = max(0.0, seconds["no mlp"] - seconds.get("no mlp, copies", seconds["no mlp"]))
+    costs = FormatCosts(max(0.0, attn - saved_s / max(1, n_attn)), mlp, head, max(0.0, rest), wider)
     if mixtures is not None and n_experts_left:
         n_dropped = len(mixtures.layers) * (mixtures.n_chosen - n_experts_left)
         costs = replace(costs, expert_s=max(0.0, (one - seconds["fewer experts"]) / n_dropped))
@@ -349,13 +365,15 @@ def _pass(
     n_rows: int,
     layer_set: LayerSet,
     wanted: tuple[int, ...] | None = None,
+    reads_coded: bool = False,
 ) -> Callable[[], None]:
     # Rows of a mixture take the experts of their tokens: the same token in all rows would make them seem cheap.
     tokens = [row * TOKEN_STEP % runtime.vocab_size for row in range(n_rows)]
     rows = Rows(tokens, first_slot, variants=() if layer_set.is_whole else (layer_set,))
+    pass_ = Pass(runtime, rows, buffer, wanted, reads_coded=reads_coded)
 
     def run() -> None:
-        out = runtime.forward(rows, buffer, wanted)
+        (out,) = runtime.forward_together([pass_])
         # Read the result as part of the timed pass: on a GPU only this waits until the pass has finished.
         (out.max(dim=-1).indices if wanted is None else out.sum()).tolist()
 

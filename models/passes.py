@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from torch import Tensor
 
 from ..core.costs import ExpertCounts
+from .coded_slots import SlotCoding
 from .rows import HeadRows, Pass
 
 if TYPE_CHECKING:
@@ -54,5 +55,7 @@ class KernelPasses(Protocol):
     def best(self, logits: Tensor) -> Tensor: ...
 
     def taken_experts(self) -> ExpertCounts | None: ...
+
+    def slot_coding(self, capacity: int) -> SlotCoding | None: ...
 
     def forget(self) -> None: ...

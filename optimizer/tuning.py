@@ -30,6 +30,7 @@ from ..decoding.engine import side_by_side
 from ..decoding.events import Prefilled, Round, Turn, WorkEvent
 from ..decoding.session import Session
 from ..decoding.work import Work
+from ..models.costs import slot_copies
 from .drafting import N_PROMPTS, drafting_with, time_methods, unbeaten_methods
 from .task_state import VERSION, PromptInProgress, TaskState, check, refuse_unreadable_state
 from .verdict import Look, TimedTurn, by_looks, hold_out, in_pairs, looks_of
@@ -67,7 +68,9 @@ class Tuner:
         self._next_index = 0  # Position in the stream of the next prompt to start.
         self._in_progress: dict[int, PromptInProgress] = {}  # Prompts being decoded, by position in the stream.
         self._next_report = 0.0
-        self._observed = ObservedCosts(costs)  # Costs refined by the passes of all verdicts.
+        self._observed = ObservedCosts(
+            costs, (), slot_copies(self.runtime)
+        )  # Costs refined by the passes of all verdicts.
 
     @property
     def refined_costs(self) -> list[CostProfile]:

@@ -36,7 +36,7 @@ from ..decoding.load import Load
 from ..decoding.methods import Method
 from ..decoding.session import Session
 from ..decoding.work import PassGenerator, Work, subscribed
-from ..models.costs import machine_name
+from ..models.costs import machine_name, slot_copies
 from ..models.mtp import MTP_COSTS
 from ..models.runtime import Runtime
 from ..models.saved import OnStep, no_step
@@ -228,6 +228,7 @@ class Traffic:
                 for stored_profile in same_software
                 if stored_profile.context_bucket != profile.context_bucket
             ),
+            slot_copies(runtime),
         )
 
     def work(

@@ -18,6 +18,7 @@ from torch import Tensor
 from ...core.costs import ExpertCounts
 from ...core.layer_sets import LayerSet
 from ..blocks import Block
+from ..coded_slots import SlotCoding
 from ..rows import HeadRows, Pass, keepers
 from . import layout
 from .build import Kernels
@@ -144,6 +145,20 @@ class NativePasses:
         """Return what the rows of passes since the last call took of mixtures; None without any."""
         n, self._experts = self._experts, layout.CountedExperts()
         return ExpertCounts(n.distinct / n.mixtures, n.taken, n.repeated) if n.mixtures else None
+
+    def slot_coding(self, capacity: int) -> SlotCoding | None:
+        """Return how drafts made of the model read a buffer of `capacity` slots; None: as the target does."""
+        runtime = self.runtime
+        full = [block for block in runtime.blocks if block.has_attention and block.window is None]
+        heads = {block.index: block.heads for block in full if block.heads.latent is None}
+        return SlotCoding.of(
+            self.kernels,
+            {layer: (own.n_kv_heads, own.width) for layer, own in heads.items()},
+            [block.source for block in runtime.blocks],
+            runtime.info.n_parameters,
+            capacity,
+            runtime.dtype.itemsize,
+        )
 
     def _rotations(self, n_positions: int) -> ctypes.Array[layout.Rotation]:
         tables = (layout.Rotation * len(self._types))()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -11,6 +11,7 @@ from native import LEVELS, library, native_runtime, words
 from torch import Tensor
 from wings import is_here
 
+from swiftopt.core.context_costs import SlotCopies
 from swiftopt.core.layer_sets import LayerSet
 from swiftopt.core.settings import SwiftSettings
 from swiftopt.core.types import Sampling
@@ -21,6 +22,7 @@ from swiftopt.decoding.engine import Engine, Request, alone
 from swiftopt.decoding.loop import decoding
 from swiftopt.decoding.methods import PLAIN, Method
 from swiftopt.decoding.methods.chains import swift
+from swiftopt.models import costs
 from swiftopt.models.buffer import KVBuffer
 from swiftopt.models.coded_slots import CodedSlots, SlotCoding
 from swiftopt.models.kernels.native import NativePasses
@@ -274,3 +276,49 @@ def test_passes_that_read_copies_are_measured(runtime: Runtime) -> None:
     short, long = (copy_times(runtime, context, 2) for context in (LEAST - 2, 1100))
     assert short["coded"] == 0 and long["coded"] == 2 * UNIT
     assert set(long["c"]) == {"target", "draft", "draft by copies"} and min(long["c"].values()) > 0
+
+
+SLOT_S, COPIED_SLOT_S, REST_S = 1e-5, 2e-6, 1e-2  # Of each layer's attention, and of the rest of a pass.
+
+
+@pytest.fixture
+def slots_take_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Passes take the time of the slots that their attentions read, of copies less, by no clock."""
+    taken, forward = list[float](), Runtime.forward_together
+
+    def noting(self: Runtime, passes: Sequence[Pass]) -> list[Tensor]:
+        (pass_,) = passes
+        (skips,) = pass_.rows.variants or (self.whole,)
+        n_copied = pass_.buffer.coded.n_slots if pass_.reads_coded and pass_.buffer.coded else 0
+        slots_s = COPIED_SLOT_S * n_copied + SLOT_S * (pass_.rows.first_slot - n_copied)
+        taken.append(REST_S + (self.n_layers - len(skips.skip_attn)) * slots_s)
+        return forward(self, passes)
+
+    def seconds(run: Callable[[], None]) -> float:
+        run()
+        return taken[-1]
+
+    monkeypatch.setattr(Runtime, "forward_together", noting)
+    monkeypatch.setattr(costs, "_seconds", seconds)
+    monkeypatch.setattr(costs, "REPEATS", (1, 1))
+    monkeypatch.setattr(costs, "AGAIN_S", 0.0)
+
+
+@pytest.mark.parametrize("context", [512, 1024])
+def test_drafts_are_measured_as_they_read_long_contexts(context: int, runtime: Runtime, slots_take_time: None) -> None:
+    """A draft in few bits, and one with the model's weights; the target reads all slots."""
+    profile = costs.measure_format(runtime, costs.measure_costs(runtime, context), "int4")
+    slot_s = COPIED_SLOT_S if context > LEAST else SLOT_S
+    n = runtime.n_layers
+    assert profile.target_pass_s(1) == pytest.approx(REST_S + n * context * SLOT_S)
+    assert profile.draft_pass_s(LayerSet(n).filled("int4")) == pytest.approx(REST_S + n * context * slot_s)
+    skips = LayerSet(n, frozenset({1}), frozenset({2}))
+    assert profile.draft_pass_s(skips) == pytest.approx(REST_S + (n - 1) * context * slot_s)
+
+
+def test_prices_of_drafts_know_what_copies_take(runtime: Runtime) -> None:
+    """A piece of 128 slots has 4 bits a number, a step and a middle of 16 bits for each channel."""
+    n_bits = {torch.bfloat16: 16, torch.float32: 32}[runtime.dtype]
+    assert costs.slot_copies(runtime) == SlotCopies(LEAST, pytest.approx((4 + 2 * 16 / 128) / n_bits))
+    short = native_runtime("llama", head_dim=32, max_position_embeddings=LEAST - 1)
+    assert costs.slot_copies(short) is None

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from swiftopt.core.context_costs import deepened
+from swiftopt.core.context_costs import SlotCopies, deepened
 from swiftopt.core.costs import CostProfile, FormatCosts
 from swiftopt.core.layer_sets import LayerSet
 from swiftopt.core.observed_costs import MAX_BASE_WEIGHT, MIN_REFINED_PASSES, ObservedCosts, PassTiming
@@ -142,6 +142,45 @@ def test_drafts_read_the_keys_of_a_long_context_too() -> None:
     assert deep.draft_cost(DRAFT, 4) * 40 == pytest.approx(1.2 * whole + 30.0 * (1 + 0.5 * 3))
     assert deep.draft_pass_s(SKIPS) == pytest.approx(PROFILE.draft_pass_s(SKIPS) + 30.0 * 3 / 4), "one attention less"
     assert deep.target_pass_s(8) == pytest.approx(16 + 30.0 * 4.5) and deep.context_bucket == 16384
+
+
+COPIES = SlotCopies(least=4096, share=0.25)
+
+
+def test_drafts_of_a_long_context_read_copies_of_its_slots() -> None:
+    """Of 16,384 slots the bytes of 4,096; the shorter context's own 512 were read whole."""
+    added_s = 30.0 * (4096 - 512) / (16384 - 512)
+    profile = replace(PROFILE, formats={"int4": INT4, "mtp:int4": INT4})
+    deep, without = (deepened(profile, 16384, 30.0, 0.5, copies) for copies in (COPIES, None))
+    assert deep.pass_s == without.pass_s
+    assert deep.draft_pass_s(DRAFT) == pytest.approx(profile.draft_pass_s(DRAFT) + added_s)
+    assert deep.draft_pass_s(SKIPS) == pytest.approx(profile.draft_pass_s(SKIPS) + added_s * 3 / 4)
+    wider = 1.2 * profile.draft_pass_s(DRAFT) + added_s * (1 + 0.5 * 3)
+    assert deep.draft_cost(DRAFT, 4) * 40 == pytest.approx(wider)
+    assert deep.formats["mtp:int4"] == without.formats["mtp:int4"], "its layer has slots of its own"
+    assert deepened(profile, 4096, 30.0, 0.5, COPIES) == deepened(profile, 4096, 30.0, 0.5), "nobody copies so few"
+
+
+def test_copies_of_few_more_slots_add_nothing_and_of_more_their_share() -> None:
+    last_whole, first_copied = (replace(PROFILE, context_bucket=n) for n in (4096, 8192))
+    assert deepened(last_whole, 8192, 30.0, 0.5, COPIES).draft_pass_s(DRAFT) == PROFILE.draft_pass_s(DRAFT)
+    longer = deepened(first_copied, 32768, 30.0, 0.5, COPIES)
+    assert longer.draft_pass_s(DRAFT) == pytest.approx(PROFILE.draft_pass_s(DRAFT) + 30.0 * COPIES.share)
+
+
+def test_first_prices_of_drafts_in_a_long_context_are_those_of_copies() -> None:
+    """Plain passes alone have been seen in it: a draft adds as much of their time as it reads of their bytes."""
+    prices = {}
+    for copies in (COPIES, None):
+        costs = ObservedCosts(PROFILE, copies=copies)
+        costs.learn(PassTiming(((1, None),), at, PROFILE.target_pass_s(1) + 30.0) for at in (30_000,) * 4)
+        known = costs.at(30_000)
+        assert known.target_pass_s(1) == pytest.approx(40.0)
+        prices[copies] = known.draft_cost(DRAFT)
+    whole = PROFILE.draft_pass_s(DRAFT)
+    share = (0.25 * 32768 - 512) / (32768 - 512)
+    assert prices[COPIES] == pytest.approx((whole + 30.0 * share) / 40.0)
+    assert prices[None] == pytest.approx((whole + 30.0) / 40.0)
 
 
 def test_passes_of_one_context_take_a_disturbed_profile_of_another_out_of_use() -> None:
