@@ -1,7 +1,7 @@
-"""Reads LoRA adapters as peft saves them: the base that they name, and what they say of each of its modules.
+"""Reads and checks the configs of LoRA adapters (arXiv:2106.09685), as peft saves them; without torch.
 
-An adapter is a folder with `adapter_config.json` and its tensors. It is opened like a model: `models/merging.py` adds
-it to the weights of its base, from which drafts follow. What cannot be merged exactly is refused here, without torch.
+An adapter is a folder with `adapter_config.json` and the adapter's tensors. It is loaded like a model:
+`models/merging.py` adds it to the weights of its base. Adapters that cannot be merged exactly are refused here.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ _READ = frozenset(
         *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "modules_to_save"),
     }
 )
-# Fields that do not change the weights of a merged model: they are about training, libraries and other fields' details.
-# Whether weights are stored as (inputs, outputs) is known from the base, as peft corrects `fan_in_fan_out` by it.
+# Fields that do not change the weights of a merged model: they concern training, or the libraries that train.
+# `fan_in_fan_out` is ignored because the base tells whether weights are (inputs, outputs); peft corrects it, too.
 _WITHOUT_EFFECT = frozenset(
     {
         *("task_type", "inference_mode", "auto_mapping", "peft_version", "lora_dropout", "fan_in_fan_out"),
@@ -37,9 +37,9 @@ _WITHOUT_EFFECT = frozenset(
         *("runtime_config", "base_model_class", "parent_library"),
     }
 )
-# Initial values that leave the base's weights as they are. Others take from them what they put into the adapter.
+# Initialisations that leave the base's weights unchanged. Others subtract the initial adapter from them.
 _PLAIN_STARTS = (None, True, False, "gaussian", "eva", "orthogonal")
-# What fields mean that change what is computed and cannot be merged, for the sentence that refuses them.
+# Fields that cannot be merged: what the adapter does if they are set, as a part of the error message.
 _REFUSED = {
     "layer_replication": "repeats layers of its base",
     "trainable_token_indices": "trains single tokens of the embedding",
@@ -55,10 +55,10 @@ _HOW = "ask its author for a plain LoRA adapter, or merge it by peft's merge_and
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """A LoRA adapter: what `adapter_config.json` says, with peft's names and meanings of its fields.
+    """A LoRA adapter: its folder, its base, and the fields of `adapter_config.json` under peft's names.
 
-    Names of modules are those of the causal-LM model. A `target_modules` that is a text is a regular expression, but
-    for "all-linear".
+    Names of modules are those in the causal-LM model. If `target_modules` is a string, it is "all-linear" or a regular
+    expression.
     """
 
     folder: Path
@@ -85,20 +85,20 @@ class Adapter:
         return next((path for name in WEIGHTS if (path := self.folder / name).is_file()), self.folder / WEIGHTS[0])
 
     def has_tokenizer(self) -> bool:
-        """Whether the folder has its own tokenizer; settings of one alone are none."""
+        """Whether the folder has its own tokenizer; a tokenizer_config.json alone does not count."""
         return any((self.folder / name).is_file() for name in TOKENIZER_FILES if name != "tokenizer_config.json")
 
     def tokenizer_folder(self, base: Path) -> Path:
         return self.folder if self.has_tokenizer() else base
 
     def saves(self, module: str) -> bool:
-        """Whether the adapter has its own weights in place of those in a module, or in one around it."""
+        """Whether the adapter replaces the weights of a module, or of a module that contains it."""
         parts = module.split(".")
         around = [".".join(parts[:length]) for length in range(1, len(parts) + 1)]
         return any(name.endswith(self.modules_to_save) for name in around)
 
     def targets(self, module: str) -> bool:
-        """Whether the adapter adds to a linear map or an embedding; "all-linear" is for the caller to know."""
+        """Whether the adapter adds to a linear map or embedding; for "all-linear", the caller selects the modules."""
         saved = (rf"(.*\.)?{re.escape(name)}(\..*)?" for name in self.modules_to_save)
         if any(re.fullmatch(name, module) for name in saved) or _names(self.exclude_modules, module):
             return False
@@ -118,7 +118,7 @@ class Adapter:
         return int(_by_pattern(self.rank_pattern, module, self.r))
 
     def scale(self, module: str) -> float:
-        """Return what the product of a module's two matrices is multiplied by."""
+        """Return the factor of the product of a module's two matrices."""
         rank, alpha = self.rank(module), float(_by_pattern(self.alpha_pattern, module, self.lora_alpha))
         return alpha / (math.sqrt(rank) if self.use_rslora else rank)
 
@@ -157,8 +157,9 @@ def base_name(folder: Path) -> str:
 
 
 def read_adapter(folder: Path, base: str) -> Adapter:
-    """Read and check an adapter's config, and whether its tensors are there. `base` is what its base is called.
+    """Read and check an adapter's config, and check that the folder has its tensors.
 
+    Args:   base: name of the base, for messages.
     Raises: ModelNotFound: the folder is damaged. UnsupportedModel: the adapter cannot be merged exactly.
     """
     values, path = adapter_values(folder), folder / ADAPTER
@@ -193,7 +194,7 @@ def read_adapter(folder: Path, base: str) -> Adapter:
 
 
 def check_base(adapter: Adapter, folder: Path) -> None:
-    """Refuse a base into whose weights nothing can be added.
+    """Refuse a quantised base, because nothing can be added to its codes.
 
     Raises: UnsupportedModel: it is quantised. ModelNotFound, UnsupportedModel: as `supported_type`.
     """
@@ -211,12 +212,12 @@ def quantised_base(folder: Path, base: str, words: str) -> UnsupportedModel:
 
 @contextmanager
 def reading_adapter(adapter: Adapter) -> Iterator[None]:
-    """Turn any exception of a reader of the adapter's tensors into a sentence."""
+    """Turn any exception while the adapter's tensors are read into a `ModelNotFound` that names their file."""
     try:
         yield
     except SwiftoptError:
         raise
-    except Exception as error:  # torch and safetensors raise many kinds.
+    except Exception as error:  # Torch and safetensors raise exceptions of many types.
         raise ModelNotFound(
             f"the adapter's tensors {adapter.weights} cannot be read ({first_line(error)}): copy them again"
         ) from error
@@ -227,7 +228,7 @@ def _is_unset(value: Any) -> bool:
 
 
 def _names(patterns: str | Iterable[str], module: str) -> bool:
-    """Whether a regular expression, or one of several ends of names, fits a module."""
+    """Whether a module matches a regular expression, or ends with one of several names."""
     if isinstance(patterns, str):
         return re.fullmatch(patterns, module) is not None
     return any(module == name or module.endswith(f".{name}") for name in patterns)
@@ -237,7 +238,7 @@ def _by_pattern(patterns: Mapping[str, Any], module: str, default: Any) -> Any:
     return next((value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", module)), default)
 
 
-# --- what fields may hold
+# --- checks of field values
 
 
 def _text_or_texts(value: Any) -> Any:
@@ -317,7 +318,7 @@ _CHECKS: Mapping[str, Callable[[Any], Any]] = {
     "layers_pattern": _patterns,
     "modules_to_save": _texts,
 }
-# peft's defaults of fields that older versions did not write.
+# peft's defaults for fields that its older versions did not write.
 _DEFAULTS: Mapping[str, Any] = {"r": 8, "lora_alpha": 8, "bias": "none", "rank_pattern": {}, "alpha_pattern": {}}
 
 

@@ -1,4 +1,4 @@
-"""Experts that compute with codes: those of a GGUF file, packed for our kernels (`block_maps`), or of a checkpoint."""
+"""Experts with quantised weights: of a GGUF file, packed for our kernels (`block_maps`), or of a checkpoint."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ UNGATED = {"up_proj": ("up",), "down_proj": ("down",)}
 
 
 class ExpertMap(Protocol):
-    """A map of one expert by its codes."""
+    """A quantised linear map of one expert."""
 
     @property
     def codes(self) -> Tensor: ...
@@ -40,11 +40,12 @@ class ExpertMap(Protocol):
 
 
 class BlockExperts(nn.Module):
-    """Experts of one layer; `maps` are (experts,) of each of `PARTS` that they have, and `biases` (experts, out).
+    """The quantised experts of one layer.
 
-    Our kernels read the codes. Elsewhere a map is de-quantised each time a row takes its expert.
+    Our kernels read the codes. Without them, a map is de-quantised each time that a row takes its expert.
 
-    Args: named: what the family's row says of them. module: transformers' own, which has their activation and biases.
+    Args: maps: for each of `PARTS` that the experts have, the map of every expert. named: the family's row on experts.
+          module: transformers' module of the same experts, for activation and biases. dtype: the model's.
     """
 
     def __init__(
@@ -58,7 +59,7 @@ class BlockExperts(nn.Module):
             self.limit, self.alpha = module.limit, module.alpha
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """Return the weighted sum (rows, hidden_size) of what each row's experts make of it."""
+        """Return the weighted sum (rows, hidden_size) of the outputs of each row's experts."""
 
         def computed(expert: int, rows: Tensor) -> Tensor:
             inner = self.gated(*(self._mapped(part, expert, rows) for part in PARTS[:2] if part in self.maps))
@@ -67,13 +68,13 @@ class BlockExperts(nn.Module):
         return mixed_by_expert(hidden_states, top_k_index, top_k_weights, computed, self.weighs_inputs)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> BlockExperts:
-        """Move maps and biases, too: they are in no list of modules."""
+        """Also move maps and biases, which are not registered as submodules."""
         for maps in self.maps.values():
-            for one in maps:
-                if isinstance(one, nn.Module):
-                    cast(Any, one)._apply(fn, recurse)
+            for map_ in maps:
+                if isinstance(map_, nn.Module):
+                    cast(Any, map_)._apply(fn, recurse)
                 else:
-                    one.codes.data, one.scales.data = fn(one.codes.data), fn(one.scales.data)
+                    map_.codes.data, map_.scales.data = fn(map_.codes.data), fn(map_.scales.data)
         self.biases = {part: fn(bias) for part, bias in self.biases.items()}
         return cast(BlockExperts, cast(Any, super())._apply(fn, recurse))
 
@@ -83,7 +84,7 @@ class BlockExperts(nn.Module):
 
 
 def biases_of(module: Any, named: Experts) -> dict[str, Tensor]:
-    """Return the biases (experts, out) of each of `PARTS`, of a module of transformers; {} where it has none."""
+    """Return the biases (experts, out) of each of `PARTS` in transformers' module; {} if it has none."""
     if not named.alternating:
         return {}
     both = module.gate_up_proj_bias.data
@@ -91,7 +92,7 @@ def biases_of(module: Any, named: Experts) -> dict[str, Tensor]:
 
 
 def gating_of(module: Any, named: Experts) -> Callable[..., Tensor]:
-    """Return what experts make of a gate's outputs and those of the other half; without a gate, of these alone."""
+    """Return the function of the outputs of gate and up map, or of the up map alone, that the down map reads."""
     if not named.clamped:
         activation = module.act_fn
         return lambda gate, up=None: activation(gate) if up is None else activation(gate) * up
@@ -105,7 +106,7 @@ def gating_of(module: Any, named: Experts) -> Callable[..., Tensor]:
 
 
 def stacked(parts: Mapping[str, Tensor], leaf: str, named: Experts) -> Tensor:
-    """Return maps (experts, out, in), or biases (experts, out), of the parts of a tensor as transformers has them.
+    """Join the maps (experts, out, in), or biases (experts, out), of gate and up as transformers' tensors have them.
 
     Args: leaf: the tensor's name in the experts' module, a key of `HALVES` or `UNGATED`.
     """

@@ -1,7 +1,7 @@
-"""Linear maps and embeddings that compute with a GGUF file's codes, packed once for our kernels (`gguf_packing`).
+"""Linear maps and embeddings that keep a GGUF file's codes, packed for our kernels (`gguf_packing`).
 
-DEVIATION: our kernels round what goes into a map to 8 bits per 32 inputs, as llama.cpp does per 32 or 256; the weights
-are not rounded.
+DEVIATION: our kernels round a map's inputs to 8 bits with a scale per 32 inputs; llama.cpp has a scale per 32 or 256.
+The weights are not rounded.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from .kernels import layout
 from .kernels.build import Kernels
 from .kernels.layout import ROWS
 
-DEQUANTISED = 4096  # Outputs de-quantised per step, so that no float32 copy of a large map is held.
+DEQUANTISED = 4096  # Outputs that are de-quantised at a time, so that a large map needs no whole copy in float32.
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedBlocks:
-    """A weight (out, in) as our kernels read it: uint8 (blocks of `ROWS` outputs, bytes) each of codes and scales."""
+    """A weight (out, in) as our kernels read it: codes and scales, each uint8 (blocks of `ROWS` outputs, bytes)."""
 
     codes: Tensor
     scales: Tensor
@@ -37,7 +37,7 @@ class PackedBlocks:
 
     @classmethod
     def of(cls, arrays: PackedArrays) -> PackedBlocks:
-        """Return what was packed, without a copy."""
+        """Wrap packed numpy arrays without a copy."""
         codes, scales = torch.from_numpy(arrays.codes), torch.from_numpy(arrays.scales)
         return cls(codes, scales, arrays.n_out, arrays.n_in, arrays.form, arrays.kernels)
 
@@ -64,10 +64,10 @@ class PackedBlocks:
         return weights
 
     def _moved(self, outputs: Tensor) -> Tensor:
-        """As `numbers`, computed on the CPU from the blocks of these outputs: no pass wants weights from a device."""
+        """As `numbers`, for codes on another device: copies the blocks of these outputs to the CPU; not for passes."""
         blocks, block_of = torch.unique(outputs // ROWS, return_inverse=True)
-        at = blocks.to(self.codes.device)
-        codes, scales = self.codes[at].cpu(), self.scales[at].cpu()
+        block_index = blocks.to(self.codes.device)
+        codes, scales = self.codes[block_index].cpu(), self.scales[block_index].cpu()
         here = replace(self, codes=codes, scales=scales, n_out=len(blocks) * ROWS)
         return here.numbers(block_of * ROWS + outputs % ROWS).to(self.codes.device)
 
@@ -85,8 +85,8 @@ def packed_blocks(
 class BlockLinear(CodedLinear):
     """A linear map whose weights are packed blocks.
 
-    Args: bias: (out,) or None. dtype: of the model. head_order: int64 (heads,), the head whose values the caller has to
-          put in each block of inputs; None: the heads are in order.
+    Args: bias: (out,) or None. dtype: the model's. head_order: int64 (heads,), the head that each block of the inputs
+          belongs to; the caller must order its inputs so. None: the heads are in order.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class BlockLinear(CodedLinear):
         self.register_parameter("bias", bias_parameter)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> BlockLinear:
-        """Let what is packed follow its codes to another device."""
+        """Keep `packed` in step with codes and scales when they move to another device."""
         cast(Any, super())._apply(fn, recurse)
         self.packed = replace(self.packed, codes=self.codes.data, scales=self.scales.data)
         return self

@@ -1,4 +1,4 @@
-"""Reads saved models by transformers: whole, as their configs say, or not at all."""
+"""Reads saved models by transformers, and refuses a checkpoint whose tensors do not match its config exactly."""
 
 from __future__ import annotations
 
@@ -51,10 +51,11 @@ def read_model(
 ) -> Any:
     """Return a folder's model, in evaluation mode.
 
-    Args:   dtype, placement: as `models.loading.load` and `placement` have them. by_library: its maps are quantised and
-            computed by a library. named: what errors call the folder. maps_rows: an embedding by layer stays in its
-            file; on the CPU.
-    Raises: ModelNotFound: it cannot be read, lacks weights, or has more. SettingsError: it does not fit the memory.
+    Args:   dtype: as for `models.loading.load`. placement: as `models.loading.placement` returns it. by_library: its
+            maps are quantised, and a library computes them. named: the folder's name in messages (None: its path).
+            maps_rows: an embedding by layer stays in its file; only on the CPU.
+    Raises: ModelNotFound: it cannot be read, lacks tensors, or has unexpected ones. SettingsError: it does not fit the
+            memory.
     """
     where = named or folder
     on_cpu = {"": "cpu"} if by_library else None  # Without a map, the quantisation library would choose a GPU.
@@ -78,9 +79,9 @@ def read_model(
 
 
 def put_stored(model: Any, table: str, folder: Path, where: Path) -> None:
-    """Give a model of `_source` its embedding by layer, which stays in the folder's file.
+    """Give a model its embedding by layer, which stays in the folder's file (`mapped_rows`).
 
-    Raises: ModelNotFound: the embedding is of another shape than the config says.
+    Raises: ModelNotFound: the embedding has another shape than the config says.
     """
     model.config.vocab_size_per_layer_input = supported_config(folder).vocab_size_per_layer_input
     with stored_tensors(folder) as tensors:
@@ -92,15 +93,15 @@ def put_stored(model: Any, table: str, folder: Path, where: Path) -> None:
 
 
 def _stored_name(table: str, tensors: StoredTensors) -> str | None:
-    """Return the name of an embedding's tensor: checkpoints of a base model have shorter names."""
+    """Return the name of an embedding's tensor; names in checkpoints of a base model are shorter."""
     return next((name for name in tensors.shapes() if plain_name(name) == plain_name(f"{table}.weight")), None)
 
 
 @contextmanager
 def _source(folder: Path, dtype: str, table: str | None) -> Iterator[tuple[Any, dict[str, Any]]]:
-    """Yield transformers' class for a folder, and what to give it: the folder, or tensors of the part that is read.
+    """Yield transformers' class for a folder, and its arguments: the folder, or the tensors of the text part.
 
-    Args: table: the embedding of which transformers gets a few rows of zeros.
+    Args: table: the embedding by layer; transformers gets a few rows of zeros in its place.
     """
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
 
@@ -114,7 +115,7 @@ def _source(folder: Path, dtype: str, table: str | None) -> Iterator[tuple[Any, 
             name = _stored_name(table, tensors)
             if name is not None:
                 n_rows, width = state[name].get_shape()
-                # Its class needs the row of padding.
+                # transformers' class needs the row of the padding token.
                 config.vocab_size_per_layer_input = min(n_rows, 1 + max(0, config.pad_token_id or 0))
                 state[name] = torch.zeros(1, width).expand(config.vocab_size_per_layer_input, width)
         source = {"pretrained_model_name_or_path": None, "config": config, "state_dict": state}
@@ -122,7 +123,7 @@ def _source(folder: Path, dtype: str, table: str | None) -> Iterator[tuple[Any, 
 
 
 def _by_outputs(name: str, stored: Any, config: Any) -> Any:
-    """Return a stored tensor; maps of experts by outputs: Qwen3-VL's checkpoints have them by inputs."""
+    """Return a stored tensor; experts' maps stored as (experts, in, out), as in Qwen3-VL, are transposed."""
     leaf, hidden, inner = name.rpartition(".")[2], config.hidden_size, getattr(config, "moe_intermediate_size", 0) or 0
     shape = {"gate_up_proj": (2 * inner, hidden), "down_proj": (hidden, inner)}.get(leaf)
     if ".experts." not in name or shape is None or tuple(stored.get_shape()[:0:-1]) != shape:

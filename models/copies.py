@@ -1,6 +1,6 @@
-"""The quantised copies of a model's sub-layers and head that drafts are made of; the target itself is never touched.
+"""Quantised copies of a model's sub-layers and head, which drafts run; the target itself is never changed.
 
-On disk a copy is kept per model, format and kind of processor, and read back in about a second per GB.
+Copies are cached on disk by model, format and kind of processor; reading them takes about a second per GB.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from .saved import OnStep, no_step
 logger = logging.getLogger(__name__)
 
 FP8_DEVICES = (8, 9)  # Lowest CUDA compute capability with fp8 products: 8.9 (Ada).
-# Bits of a copy per bit of the part that it stands for, at most. Parts in 6 bits are a third of a Q4_K_M file: a draft
-# with these in int4 reads 0.89 of its bytes, at which no acceptance pays, and its copies took 1.3 GB.
+# Most bits of a copy per bit of the original. A third of a Q4_K_M file is in 6 bits; a draft with that third in int4
+# still reads 0.89 of the bytes, which no acceptance rate pays for, and its copies take 1.3 GB.
 MOST_BITS = 0.6
 STORED_BITS = 16  # Fewest bits per weight of an unquantised model.
 
@@ -48,23 +48,21 @@ Seconds = Callable[[Callable[[], object]], float]  # A function that times a tas
 
 
 class _Copy(NamedTuple):
-    """The modules of a layer with a sub-layer's linear maps quantised, or the quantised head; and those maps."""
+    """A layer's modules with the linear maps of one sub-layer quantised, or the quantised head; and these maps."""
 
     modules: Any
     maps: Sequence[QuantisedLinear] = ()
 
     @property
     def n_bytes(self) -> int:
-        return sum(one.n_bytes for one in self.maps)
+        return sum(quantised.n_bytes for quantised in self.maps)
 
 
 class QuantisedCopies:
     """The quantised copies that drafts of one model have used so far.
 
-    Of a sub-layer, or a head, whose own weights have no more bits than a format, or are for a library alone, the copy
-    is the sub-layer itself.
-
-    Those of a model with a real fingerprint, a hash of its weights, are kept on disk for the next process.
+    If quantising a sub-layer or head would save too little, or only a library can read its weights, the copy is the
+    original itself. Copies are cached on disk if the model has a real fingerprint, a hash of its weights.
     """
 
     def __init__(self, blocks: Sequence[Block], head: nn.Module, fingerprint: str) -> None:
@@ -74,36 +72,36 @@ class QuantisedCopies:
         self._faster_packed: dict[str, bool] = {}  # Format -> whether our kernel was faster than torch's.
         self.kept: set[str] = set()  # Formats in use by running requests: their copies are never dropped.
         self._made: dict[Key, _Copy] = {}
-        # Mixtures of which a token takes fewer experts, by layer and format, then by their number.
+        # Layers in which a token takes fewer experts: by layer and format, then by the number of experts.
         self._fewer: dict[tuple[int, str | None], dict[int, LayerModules]] = {}
 
     @property
     def n_bytes(self) -> int:
-        return sum(one.n_bytes for one in self._made.values())
+        return sum(copy.n_bytes for copy in self._made.values())
 
     def bytes_of(self, layer_set: LayerSet) -> int:
-        """Return the memory of the copies that a draft with that set runs, as far as they have been made."""
+        """Return the bytes of the copies that a draft with this set runs, as far as they have been made."""
         return sum(self._made[key].n_bytes for key in _wanted(layer_set) if key in self._made)
 
     def parts(self, kind: Kind, layer: int, form: PartForm) -> LayerModules:
-        """Return the modules of a layer whose sub-layer is run in a form; a copy is made at the first call."""
+        """Return a layer's modules with one sub-layer in a form; its copy is made at the first call."""
         block = self._blocks[layer]
         parts: LayerModules = block.parts if form.format is None else self._copy((kind, layer, form.format)).modules
         if form.experts is None or block.experts is None:
             return parts
-        # Kept, because they are asked for in each pass; a copy that is dropped takes its own with it.
-        fewer, key = self._fewer.setdefault((layer, form.format), {}), form.experts
-        if key not in fewer:
-            fewer[key] = replace(parts, mlp=with_fewer(parts.mlp, block.experts, key))
-        return fewer[key]
+        # Cached, because each pass needs them; `drop` also drops those made from a copy.
+        fewer, n_experts = self._fewer.setdefault((layer, form.format), {}), form.experts
+        if n_experts not in fewer:
+            fewer[n_experts] = replace(parts, mlp=with_fewer(parts.mlp, block.experts, n_experts))
+        return fewer[n_experts]
 
     def head(self, name: str) -> nn.Module:
         return cast(nn.Module, self._copy(("head", 0, name)).modules)
 
     def lay_out(self, packed: bool | Seconds) -> None:
-        """Choose whether new copies are laid out for our kernels; copies in another layout are dropped.
+        """Choose the kernels that copies are laid out for; existing copies in another layout are dropped.
 
-        Args: packed: for ours, for torch's (False), or for those that are faster in a format, by the seconds of either.
+        Args: packed: True: ours. False: torch's. A timer: those that are faster, by format.
         """
         if packed != self.packed:
             self.packed = packed
@@ -112,9 +110,9 @@ class QuantisedCopies:
             self._fewer.clear()
 
     def is_packed(self, name: str) -> bool:
-        """Tell whether copies in a format are laid out for our kernels; if a timing decides, it runs at the first call.
+        """Tell whether copies in a format are laid out for our kernels; a timer that decides runs at the first call.
 
-        Raises: SettingsError: nothing computes with that format here.
+        Raises: SettingsError: no kernel here computes in this format.
         """
         if isinstance(self.packed, bool):
             return self.packed
@@ -139,14 +137,14 @@ class QuantisedCopies:
         return spent[1] < spent[0]
 
     def drop(self, name: str) -> None:
-        """Free all copies in a format unless it is `kept`; one that is used later is made, or read, again."""
+        """Free all copies in a format unless it is `kept`; a copy that is used later is read or made again."""
         if name not in self.kept:
-            self._made = {key: one for key, one in self._made.items() if key[2] != name}
+            self._made = {key: copy for key, copy in self._made.items() if key[2] != name}
             self._fewer = {key: fewer for key, fewer in self._fewer.items() if key[1] != name}
 
     @torch.inference_mode()
     def prepare(self, layer_set: LayerSet, on_step: OnStep = no_step) -> None:
-        """Make all that a draft with that set runs, or read it, so that none of it is made while something is timed."""
+        """Read or make all copies that a draft with this set runs, so that none is made while passes are timed."""
         missing: dict[tuple[str, str], list[Key]] = {}
         for key in _wanted(layer_set):
             if key not in self._made:
@@ -166,12 +164,12 @@ class QuantisedCopies:
             if kept is None and part != "head" and number % 4 == 0 and not self._is_own(key):
                 on_step(f"quantising, {part} {number + 1} of {len(keys)} as {name}")
             self._made[key] = self._make(key, _pairs(kept or {}, key, self._device(key)))
-        PAGES.add(part for key in keys for one in self._made[key].maps for part in (one.codes, one.scales))
-        everything: list[Key] = [(part, layer, name) for layer in range(1 if part == "head" else len(self._blocks))]
-        if path is not None and kept is None and all(key in self._made for key in everything):
-            places = {_place(key, i): one for key in everything for i, one in enumerate(self._made[key].maps)}
-            codes = {f"{at}codes": one.codes for at, one in places.items()}
-            write_copy(path, codes | {f"{at}scales": one.scales for at, one in places.items()})
+        PAGES.add(tensor for key in keys for map_ in self._made[key].maps for tensor in (map_.codes, map_.scales))
+        all_keys: list[Key] = [(part, layer, name) for layer in range(1 if part == "head" else len(self._blocks))]
+        if path is not None and kept is None and all(key in self._made for key in all_keys):
+            maps = {_prefix(key, i): map_ for key in all_keys for i, map_ in enumerate(self._made[key].maps)}
+            codes = {f"{prefix}codes": map_.codes for prefix, map_ in maps.items()}
+            write_copy(path, codes | {f"{prefix}scales": map_.scales for prefix, map_ in maps.items()})
 
     def _check_room(self, keys: Sequence[Key], device: torch.device) -> None:
         """Raises: SettingsError: the copies to be made do not fit into the device's memory."""
@@ -201,16 +199,16 @@ class QuantisedCopies:
         return self.head_map if key[0] == "head" else self._blocks[key[1]].parts
 
     def _is_own(self, key: Key) -> bool:
-        """Tell whether the copy is the target's own part: rounding that again would save too little."""
+        """Tell whether the copy is the original part itself, because quantising it would save too little."""
         maps = self._maps(key)
         return not maps or saves_little(maps, key[2])
 
     def _maps(self, key: Key) -> list[nn.Module]:
-        """Return the linear maps that the copy of a part has in fewer bits; [] where it has none."""
+        """Return the linear maps of a part that its copy has in fewer bits; [] if there are none."""
         part, layer, _ = key
         modules = self._modules(key)
         if part == "mlp" and modules.mlp is not None and has_experts(modules.mlp):
-            # Only our C++ kernels read the codes of experts; elsewhere a copy keeps a mixture as it is.
+            # Only our C++ kernels read the codes of experts; for others a copy keeps the mixture as it is.
             named = self._blocks[layer].experts
             stacks = stacks_of(modules.mlp, named) if self.packed is True and named is not None else []
             if not stacks or named is None:
@@ -219,8 +217,8 @@ class QuantisedCopies:
             return [*stacks, *(() if shared is None else _linears(shared))]
         if part == "head":
             return _linears(modules)
-        of_part = [modules.mlp] if part == "mlp" else modules.maps()
-        return [module for one in of_part if one is not None for module in _linears(one)]
+        roots = [modules.mlp] if part == "mlp" else modules.maps()
+        return [module for root in roots if root is not None for module in _linears(root)]
 
     def _copy(self, key: Key) -> _Copy:
         if key not in self._made:
@@ -236,19 +234,19 @@ class QuantisedCopies:
             return _Copy(modules)
         maps: list[QuantisedLinear] = []
 
-        def one(modules: Sequence[nn.Module]) -> QuantisedLinear:
+        def quantised(modules: Sequence[nn.Module]) -> QuantisedLinear:
             maps.append(QuantisedLinear(modules, name, next(kept, None), self.is_packed(name)))
             return maps[-1]
 
         if part == "head":
-            return _Copy(one([modules]), maps)
+            return _Copy(quantised([modules]), maps)
         if part == "attn":
-            return _Copy(_mixers_by(modules, one), maps)
+            return _Copy(_with_mixer_maps(modules, quantised), maps)
         if isinstance(self._maps(key)[0], ExpertStack):
             named = self._blocks[key[1]].experts
             assert named is not None
-            return _Copy(replace(modules, mlp=quantised_mixture(modules.mlp, named, one)), maps)
-        return _Copy(replace(modules, mlp=replaced([modules.mlp], one)), maps)
+            return _Copy(replace(modules, mlp=quantised_mixture(modules.mlp, named, quantised)), maps)
+        return _Copy(replace(modules, mlp=replaced([modules.mlp], quantised)), maps)
 
     def _device(self, key: Key) -> torch.device:
         return weight_form(self.head_map)[0] if key[0] == "head" else self._blocks[key[1]].device
@@ -258,38 +256,39 @@ class QuantisedCopies:
         if self._fingerprint is None or any(block.device.type != device.type for block in self._blocks):
             return None
         dtype = weight_form(self.head_map)[1]
-        if part != "head":  # Maps are joined on a GPU, so a copy made there is not one for other machines.
+        if part != "head":  # A GPU joins maps of one input, so the number of maps tells layouts of copies apart.
             numbers = {len(self._maps((cast(Kind, part), block.index, name))) for block in self._blocks}
             part = f"{part}:{'-'.join(map(str, sorted(numbers)))}"
         return copy_file(self._fingerprint, part, name, dtype, device, self.is_packed(name))
 
 
 def saves_little(maps: Sequence[nn.Module], name: str) -> bool:
-    """Tell whether copies of linear maps in a format would be hardly smaller: the widest may have few bits itself."""
+    """Tell whether copies of linear maps in a format would be hardly smaller than the widest of the maps."""
     if any(is_by_library(module) for module in maps):
         return True
-    return BITS[name] > MOST_BITS * max(one.bits if isinstance(one, CodedLinear) else STORED_BITS for one in maps)
+    widest = max(module.bits if isinstance(module, CodedLinear) else STORED_BITS for module in maps)
+    return BITS[name] > MOST_BITS * widest
 
 
-def _mixers_by(modules: LayerModules, make: Callable[[Sequence[nn.Module]], QuantisedLinear]) -> LayerModules:
-    """Copy a layer's modules, with maps of what mixes tokens made by `make(maps of one input)`."""
+def _with_mixer_maps(modules: LayerModules, make: Callable[[Sequence[nn.Module]], QuantisedLinear]) -> LayerModules:
+    """Copy a layer's modules, with the maps of its token mixers made by `make(maps of one input)`."""
     changed: dict[str, Any] = {}
     if modules.out is not None:
         changed |= {
             "qkv": (make(modules.qkv),),
-            # The other latent's map is read head by head, as it is stored.
+            # The map from the latent of keys and values is read head by head, so it stays as it is stored.
             "latents": tuple(
-                make([one]) if number == 0 and one is not None else one for number, one in enumerate(modules.latents)
+                make([map_]) if i == 0 and map_ is not None else map_ for i, map_ in enumerate(modules.latents)
             ),
             "out": make([modules.out]),
         }
     if modules.beside is not None:
-        changed["beside"] = _mixers_by(modules.beside, make)
+        changed["beside"] = _with_mixer_maps(modules.beside, make)
     return replace(modules, **changed)
 
 
 def _linears(module: nn.Module) -> list[nn.Module]:
-    return [one for one in module.modules() if isinstance(one, LINEAR)]
+    return [part for part in module.modules() if isinstance(part, LINEAR)]
 
 
 def _size(module: nn.Module) -> int:
@@ -309,14 +308,14 @@ def _wanted(layer_set: LayerSet) -> Iterator[Key]:
         yield "head", 0, name
 
 
-def _place(key: Key, number: int) -> str:
-    """Return the name prefix of a map's tensors in a file; `number`: the map's index in its part."""
+def _prefix(key: Key, number: int) -> str:
+    """Return the prefix of the names of a map's tensors in a file; `number`: the map's index in its part."""
     return "" if key[0] == "head" else f"{key[1]}.{number}."
 
 
 def _pairs(kept: Mapping[str, Tensor], key: Key, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
     for number in count():
-        at = _place(key, number)
-        if f"{at}codes" not in kept:
+        prefix = _prefix(key, number)
+        if f"{prefix}codes" not in kept:
             return
-        yield kept[f"{at}codes"].to(device), kept[f"{at}scales"].to(device)
+        yield kept[f"{prefix}codes"].to(device), kept[f"{prefix}scales"].to(device)

@@ -1,4 +1,4 @@
-"""Files of quantised copies in the cache: one for each model, part and format, and for the kind of processor."""
+"""Files of quantised copies in the cache: one for each model, part, format and kind of processor."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ LEAST_BYTES = 16 << 20  # Smaller copies are not cached: making them is faster t
 def copy_file(
     fingerprint: str, part: str, name: str, dtype: torch.dtype, device: torch.device, packed: bool = False
 ) -> Path:
-    """Return the file of the copy of a part (`attn`, `mlp`, `head`) in a format; torch packs codes by the processor."""
+    """Return the file of the copy of a part (`attn`, `mlp`, `head`) in a format.
+
+    Torch's layout of codes depends on the processor and on torch's version; that of our kernels (`packed`) does not.
+    """
     if packed:
         key = "|".join((LAYOUT, fingerprint, part, name, "packed"))
     else:
@@ -31,7 +34,7 @@ def copy_file(
 
 
 def read_copy(path: Path, device: torch.device, packed: bool = False) -> dict[str, Tensor] | None:
-    """Read a copy; None where there is none that can be read."""
+    """Read a copy; None: there is no readable one."""
     try:
         tensors = load_file(path, device=str(device))
         # Tensors in the memory-mapped file may be unaligned. Our kernels can read them in place; torch's int8 kernel
@@ -42,7 +45,7 @@ def read_copy(path: Path, device: torch.device, packed: bool = False) -> dict[st
 
 
 def write_copy(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write a copy where there is room for it; it can be made again."""
+    """Write a copy; a full disk is ignored, because the copy can be made again."""
     if sum(tensor.nbytes for tensor in tensors.values()) < LEAST_BYTES:
         return
     with suppress(OSError, SafetensorError), replacing(path) as part:

@@ -15,11 +15,11 @@ from .blocks import Block
 from .family import Experts
 from .quantised_experts import shared_of, shell, with_submodule
 
-CHOSEN = "top_k"  # Name that transformers' modules have for the number of experts that a token takes.
+CHOSEN = "top_k"  # Attribute of transformers' modules with the number of experts that a token takes.
 
 
 class NoExperts(nn.Module):
-    """Takes the place of experts that no token takes; `whole` are these."""
+    """Replaces a layer's experts if tokens take none of them; `whole` is their module."""
 
     def __init__(self, whole: nn.Module) -> None:
         super().__init__()
@@ -30,7 +30,7 @@ class NoExperts(nn.Module):
 
 
 def owners_of(mlp: nn.Module, named: Experts) -> Iterator[tuple[str, Any]]:
-    """Yield the modules that may say how many experts a token takes, from the router outwards, with their names."""
+    """Yield the modules that may have the attribute `CHOSEN`, with their names, from the router outwards."""
     name = named.router
     while name:
         yield name, mlp.get_submodule(name)
@@ -39,7 +39,7 @@ def owners_of(mlp: nn.Module, named: Experts) -> Iterator[tuple[str, Any]]:
 
 
 def chooser_of(mlp: nn.Module, named: Experts) -> Any:
-    """Return the module that chooses experts: it gives logits, weights and the experts of each row."""
+    """Return the module that chooses experts; it returns each row's logits, weights and experts."""
     return next(module for _, module in owners_of(mlp, named) if hasattr(module, CHOSEN))
 
 
@@ -49,17 +49,17 @@ def n_chosen(mlp: nn.Module, named: Experts) -> int:
 
 
 def least_chosen(mlp: nn.Module, named: Experts) -> int:
-    """Return how many experts a draft's token takes at least; 0 where shared experts are left."""
-    if named.scores == "sparse_mixer":  # Its weights are made for two experts.
+    """Return the fewest experts that a draft's token may take: 0 if the layer also has shared experts."""
+    if named.scores == "sparse_mixer":  # Its weights are defined for two experts.
         return n_chosen(mlp, named)
     return 1 if shared_of(mlp, named)[1] is None else 0
 
 
 @dataclass(frozen=True, slots=True)
 class Mixtures:
-    """The layers of a model that have a mixture of experts, how many a layer has, and how many of these a token takes.
+    """A model's mixtures of experts: their layers, the experts of a layer, and those that a token takes.
 
-    Shared experts, which all tokens take, are not among them. A draft's token takes at least `least`.
+    Shared experts, which all tokens take, are not counted. A draft's token takes at least `least`.
     """
 
     layers: tuple[int, ...]
@@ -69,7 +69,7 @@ class Mixtures:
 
 
 def mixtures_of(blocks: Sequence[Block]) -> Mixtures | None:
-    """Return what a model's layers have of mixtures; None where they have none."""
+    """Describe the mixtures of a model's layers; None: no layer has one."""
     mixtures = {block.index: (block.parts.mlp, block.experts) for block in blocks if block.experts is not None}
     if not mixtures:
         return None
@@ -98,7 +98,7 @@ def refuse_experts(layer_set: LayerSet, blocks: Sequence[Block]) -> None:
 
 
 def with_fewer(mlp: nn.Module, named: Experts, number: int) -> nn.Module:
-    """Return a shallow copy of a mixture of which a token takes so many experts; 0: the shared ones alone."""
+    """Return a shallow copy of a mixture in which a token takes `number` experts; 0: only the shared ones."""
     fewer = mlp
     for name, module in list(owners_of(mlp, named)):
         if hasattr(module, CHOSEN):

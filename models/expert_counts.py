@@ -1,8 +1,8 @@
-"""Counts which experts rows of passes take where torch or Triton computes mixtures; our CPU kernels count themselves.
+"""Counts the experts that rows take if torch or Triton computes mixtures; our CPU kernels count them themselves.
 
-A pass costs by the distinct experts of its rows, so prices of drafts need their number. The choices of a pass are
-counted by a few operations at its end. On a CUDA device the numbers are copied without waiting: they are there when
-whoever asked for the pass has read its result.
+The time of a pass grows with the distinct experts of its rows, so the cost of a draft depends on their number. A few
+operations at the end of a pass count them. On a CUDA device the counts are copied without waiting: the copy is complete
+once the caller has read the pass's result.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from .blocks import Block
 from .rows import Pass, PassPlan
 from .transfers import uploaded
 
-PADDING, FIRST, FOLLOWING = range(3)  # Rows that only fill a pass up, first rows of sequences, and those that follow.
+PADDING, FIRST, FOLLOWING = range(3)  # Kinds of rows: padding of a captured pass, a sequence's first row, the others.
 
 
 class ExpertCounter:
-    """What rows take of a model's mixtures; it counts nothing before `watch`."""
+    """Counts the experts that rows take in a model's mixtures, once `watch` was called."""
 
     def __init__(self, blocks: Sequence[Block], device: torch.device) -> None:
         self._modules: list[Any] = [
@@ -31,28 +31,28 @@ class ExpertCounter:
         routers = (block.parts.mlp.get_submodule(block.experts.router) for block in blocks if block.experts is not None)
         self._n_experts = max((router.weight.shape[0] for router in routers), default=0)
         self._device, self._is_watching = device, False
-        self._choices: list[Tensor] | None = None  # Of the pass that is being computed.
-        self._sums: Tensor | None = None  # Distinct, taken and repeated experts, and mixtures.
-        self._sent: tuple[Tensor, Any] | None = None  # A copy in this machine's memory, and when it is there.
+        self._choices: list[Tensor] | None = None  # Experts of the rows of the running pass, by mixture.
+        self._sums: Tensor | None = None  # Numbers of distinct, taken and repeated experts, and of mixtures.
+        self._sent: tuple[Tensor, Any] | None = None  # The sums on the host, and the event of this copy.
 
     def watch(self) -> None:
-        """Note from now on what modules of experts are given; call it again when their `forward` was replaced."""
+        """Record the experts that rows take from now on; call it again after a `forward` of experts was replaced."""
         self._is_watching = bool(self._modules)
         for module in self._modules:
-            if not isinstance(vars(module).get("forward"), _Noting):
-                module.forward = _Noting(self, module.forward)
+            if not isinstance(vars(module).get("forward"), _RecordingForward):
+                module.forward = _RecordingForward(self, module.forward)
 
     def counts(self, passes: Sequence[Pass]) -> bool:
         """Tell whether passes that run together are counted.
 
-        Drafts are not: what they take says nothing of the target's rows. Nor are passes over a part of the layers.
+        Drafts are not counted, because their experts say nothing about the target's; nor are passes over some layers.
         """
         return self._is_watching and not any(
-            one.kind == "draft" or one.rows.variants or one.layers is not None for one in passes
+            pass_.kind == "draft" or pass_.rows.variants or pass_.layers is not None for pass_ in passes
         )
 
     def begin(self, passes: Sequence[Pass], plans: Sequence[PassPlan]) -> Tensor | None:
-        """Note what the rows of passes take until `end`; return the kind of each row, int64 (rows,), None: of none."""
+        """Record the experts of rows until `end`; return each row's kind, int64 (rows,); None: they are not counted."""
         self._choices = [] if self.counts(passes) else None
         return None if self._choices is None else self.kinds(plans)
 
@@ -60,11 +60,11 @@ class ExpertCounter:
         return uploaded([FOLLOWING if row else FIRST for plan in plans for row in range(plan.n)], self._device)
 
     def record(self) -> None:
-        """Note what the rows of a pass to be captured take; `counted` gives numbers of its runs."""
+        """Record the experts of rows while a pass is captured; `counted` then returns the counts of its replays."""
         self._choices = [] if self._is_watching else None
 
     def counted(self, kinds: Tensor | None) -> Tensor | None:
-        """Return what the rows of the pass took: int64 (4,), on their device. Args: kinds: as of `begin`."""
+        """Return the pass's counts: int64 (4,) on the device, as `_sums`. Args: kinds: as `begin` returned them."""
         choices, self._choices = self._choices, None
         if not choices or kinds is None:
             return None
@@ -79,20 +79,20 @@ class ExpertCounter:
         return torch.stack((is_member.any(dim=1).sum(), n_taken, is_repeated.sum(), n_mixtures_each))
 
     def end(self, kinds: Tensor | None) -> None:
-        """Add what the rows of a pass took since `begin`."""
+        """Add the counts of the pass since `begin`."""
         if (counts := self.counted(kinds)) is not None:
             self.add(counts)
 
     def add(self, counts: Tensor) -> None:
-        """Add the numbers of a pass, as `counted` returns them."""
+        """Add the counts of a pass, as `counted` returns them."""
         self._sums = counts.clone() if self._sums is None else self._sums + counts
         if self._sums.device.type == "cuda":
-            there = cast(Any, torch.cuda.Event)()
-            self._sent = self._sums.to("cpu", non_blocking=True), there
-            there.record(torch.cuda.current_stream(self._sums.device))
+            copied = cast(Any, torch.cuda.Event)()
+            self._sent = self._sums.to("cpu", non_blocking=True), copied
+            copied.record(torch.cuda.current_stream(self._sums.device))
 
     def taken(self) -> ExpertCounts | None:
-        """Return the numbers of passes since the last call; None: there were none, or they are not there yet."""
+        """Return the counts of passes since the last call; None: there were none, or the copy is not complete."""
         sums, sent = self._sums, self._sent
         self._sums = self._sent = None
         if sent is not None:
@@ -103,8 +103,8 @@ class ExpertCounter:
         return ExpertCounts(distinct / n_mixtures, n_taken, repeated)
 
 
-class _Noting:
-    """The `forward` of a module of experts, which notes the experts that rows take."""
+class _RecordingForward:
+    """The `forward` of a module of experts; it also records the experts that rows take."""
 
     def __init__(self, counter: ExpertCounter, forward: Callable[..., Tensor]) -> None:
         self._counter, self._forward = counter, forward

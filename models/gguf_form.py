@@ -1,4 +1,4 @@
-"""What a row of the table of GGUF forms says; `models/gguf_forms.py` has the rows."""
+"""The fields of a row in the table of GGUF forms; `models/gguf_forms.py` has the rows."""
 
 from __future__ import annotations
 
@@ -11,42 +11,57 @@ RMS_EPSILON = {"attention.layer_norm_rms_epsilon": "rms_norm_eps"}
 
 @dataclass(frozen=True, slots=True)
 class GgufForm:
-    """How llama.cpp keeps a family: its architecture, and how its settings and tensors differ from transformers'.
+    """How llama.cpp stores a family: its architecture, and in what settings and tensors differ from transformers'.
 
-    Of several families of one `architecture`, that of a file is the one of most settings `when` of which the file has
-    all, and of these the first. Files of the architectures `also` are the same but for what images need, or
-    have no experts. A file is loaded as the type `model_type`, if this is not the row's own. `pre_tokenizer`: its words
-    for how texts become words, for files that are written; None: none are. `root`: how names begin in checkpoints, by
-    which the converter goes, where those of transformers' modules begin with "model.".
+    Queries, keys and values may be in one tensor, in this order, or in three; both are read.
 
-    Tensors. `pairs_halves`: the two halves of a rotary pair lie side by side. `adds_to_norms`: so much was added to the
-    weights of norms. `joined`: by the names of modules in a layer, the tensors they are made of, one after the other,
-    where gguf does not map the name. `stacked`: by the names of lists of modules, the tensor with a row for each.
-    `by_layer`: by the names of parameters in a layer, the setting, by its full name, with their values for all layers.
-    Queries, keys and values are in this order in one tensor, or in three: whichever the file has. `tiled_heads`: of the
-    heads of a gated delta rule the first of all key heads come first, then the second, and so on. `parameters`: by the
-    names of parameters in a layer, the tensor of each, by its full name in the layer, where gguf does not map it.
+    Which family a file has:
+        architecture: value of general.architecture.
+        also: further architectures with the same form, for models with images or without experts.
+        when: settings that tell families of one architecture apart. The family of a file is the one with the most
+            such settings that are all in the file; of equal ones, the first row.
+        model_type: type as which a file is loaded, if it is not the row's own.
 
-    Settings, by name without the architecture's prefix. `fields` of the config by settings that are numbers, beside
-    those of all architectures; 0 means none. `sizes` likewise, of settings that all files have. `quotients`: fields of
-    which a value is one such setting by another. `choices`: a setting's field, and the field's values by those of the
-    setting, with None for a file without the setting. `flags`: a field's values where a layer has a tensor, and
-    where none has. `periods`: by the name of a tensor, the fields for every how many layers have it, and for the first
-    that has. `constants`: fields of files that say nothing of them. `ignored`: settings that change nothing: with these
-    values, or any (None).
+    Tensors:
+        root: how names in checkpoints begin if transformers' names begin with "model.".
+        pairs_halves: the two values of a rotary pair are neighbours.
+        adds_to_norms: constant that the converter adds to the weights of norms.
+        joined: module in a layer -> the tensors that are concatenated to its weight, if gguf does not map the name.
+        stacked: list of modules in a layer -> the tensor with a row for each.
+        by_layer: parameter in a layer -> the setting, by full name, with its values in all layers.
+        parameters: parameter in a layer -> its tensor's full name in the layer, if gguf does not map the name.
+        tiled_heads: heads of a gated delta rule are ordered by their index within a key head first, then by key head.
 
-    `has_head_dim`: the config has a field for the size of a head. `rotates_in_part`: it has one for how much of a head
-    is rotated. `scalings` of rotary positions that it takes; with "proportional" a file's factors are 1 for pairs that
-    are rotated, and without a bound for the others. `window` of files that name none; 0: they have none.
-    `window_period`: where a file has no pattern of its window, each such layer sees everything; None: it must have one.
-    `window_flag`: a field that switches windows on. `window_base`: of the rotary frequencies in windows where a file
-    names none; None: that of the other layers. `by_type`: heads, keys and MLPs differ by a layer's type; see
-    `gguf_layers`.
-    `lists_layers`: the config needs the type of each layer. `mixed_by`: the family's other mixer is in the layers
-    without key heads ("kv_heads"), of layers that are one sub-layer each in those that have no MLP either
-    ("sub_layers"), or in all but each n-th ("interval"). `score_scale`: the field for what scores are multiplied by.
-    `wide_scores`: the number of layers of the one model that scales scores by the width of the embedding per head.
-    `unnormed`: the number of experts of the one model that has no norms of queries and keys.
+    Settings, by name without the architecture's prefix:
+        fields: setting -> field of the config, for numbers, besides those of all architectures; 0 counts as absent.
+        sizes: the same, for settings that all files have.
+        quotients: field -> two such settings whose quotient it is.
+        choices: setting -> its field, and the field's values by those of the setting (None: the setting is absent).
+        flags: tensor in a layer -> a field, its value if a layer has the tensor, and its value otherwise.
+        periods: tensor in a layer -> the fields for the period of layers with it, and for the first such layer.
+        constants: fields that files do not have.
+        ignored: settings without effect: with these values, or with any (None).
+
+    Config:
+        has_head_dim, rotates_in_part: the config has a field for the size of a head, and for the part that is rotated.
+        scalings: the scalings of rotary positions that it supports. With "proportional", a file's factors are 1 for
+            pairs that are rotated, and infinite for the others.
+        window: the window of files that name none; 0: they have none.
+        window_period: if a file has no pattern of windows, each layer of this period sees all slots; None: a file must
+            have a pattern.
+        window_flag: field that switches windows on.
+        window_base: base of rotary frequencies in layers with a window, if a file names none; None: that of the others.
+        by_type: heads, keys and MLPs depend on a layer's type; see `gguf_layers`.
+        lists_layers: the config needs the type of each layer.
+        mixed_by: the layers with the family's other mixer: those without key heads ("kv_heads"); of layers with a
+            single sub-layer, those with neither key heads nor MLP ("sub_layers"); or all but each n-th ("interval").
+        score_scale: field for the factor of scores.
+        wide_scores: number of layers of the one model that scales scores by the width of the embedding per head.
+        unnormed: number of experts of the one model without norms of queries and keys.
+
+    Export:
+        pre_tokenizer: llama.cpp's name for the splitting of texts into words, for files that we write; None: we write
+            none.
     """
 
     architecture: str

@@ -1,8 +1,8 @@
 """Loads a GGUF file as a model, keeping its weights in the types of the file.
 
-What transformers needs besides weights (config, tokenizer, generation config) is kept in a small folder of the cache,
-with links to the file and its parts. Where our kernels compute, a linear map or an embedding keeps the file's codes, on
-a GPU a map alone; elsewhere, and in float32 on a CPU, weights are de-quantised.
+A small folder in the cache has what transformers needs besides weights (config, tokenizer, generation config), and
+links to the file and its parts. If our kernels compute, linear maps keep the file's codes; so do embeddings on a CPU.
+Otherwise, and in float32 on a CPU, weights are de-quantised.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ from .kernels.layout import ROWS
 from .mapped_rows import put_mapped
 from .saved import GGUF_WEIGHTS, OnStep, ReadShare, linked_gguf, refuse_missing, supported_type
 
-# In the names of what a router adds to scores, a parameter or a buffer, and how the converter writes these.
+# Names of a router's correction of scores, a parameter or a buffer: their end in transformers, and in GGUF files.
 CORRECTIONS = {"correction_bias": "correction.bias", "expert_bias": "expert_bias.bias"}
 
 
 def settings_folder(gguf: Path, on_step: OnStep, file: GgufFile | None = None) -> Path:
-    """Return the folder with the file's config and tokenizer and links to its weights, made the first time.
+    """Return the cache folder with the file's config and tokenizer and links to its weights; write it if necessary.
 
-    Args:   file: what was read of the file already.
-    Raises: ModelNotFound: no readable GGUF file. UnsupportedModel: its architecture, or what would be lost of it.
-            OutputError: the cache cannot be written.
+    Args:   file: the file, if it is open already.
+    Raises: ModelNotFound: there is no readable GGUF file. UnsupportedModel: its architecture or a setting is not
+            supported. OutputError: the cache cannot be written.
     """
     folder = gguf_settings_folder(gguf)
 
@@ -57,7 +57,7 @@ def settings_folder(gguf: Path, on_step: OnStep, file: GgufFile | None = None) -
 
 
 def _is_current(folder: Path, gguf: Path) -> bool:
-    """Tell whether a folder is complete, and its first link leads to the file."""
+    """Tell whether a folder is complete, and links to the file."""
     link = folder / GGUF_WEIGHTS
     try:
         supported_type(folder)
@@ -90,11 +90,14 @@ def load_gguf(
 ) -> tuple[Any, int]:
     """Load the model of a `settings_folder` on the CPU.
 
-    Args:    dtype: as `models.loading.load`; in bfloat16 the file's codes are kept where our kernels compute. coded:
-             False: not on a CPU. file: what was read of the file already. for_device: maps keep codes for the kernels
-             of a CUDA device. maps_rows: an embedding by layer stays in the file.
-    Returns: the model, in evaluation mode, and how many parameters it stands for.
-    Raises:  ModelNotFound: tensors are missing or of other shapes. UnsupportedModel: one has no place in the model.
+    Args:    dtype: as for `models.loading.load`; only with bfloat16 do maps keep codes for our kernels on a CPU.
+             coded: whether maps may keep codes for our kernels on a CPU.
+             file: the file, if it is open already.
+             for_device: maps keep codes for the kernels of a CUDA device.
+             maps_rows: an embedding by layer stays in the file.
+    Returns: the model, in evaluation mode, and its number of weights.
+    Raises:  ModelNotFound: a tensor is missing or has another shape. UnsupportedModel: a tensor has no place in the
+             model.
     """
     from .quantised_checkpoints import unquantised_config, without_weights
     from .skeleton import Skeleton, fits
@@ -116,15 +119,15 @@ def load_gguf(
 
 
 def own_tensors(file: GgufFile) -> list[FileTensor]:
-    """Return the tensors of a file but for those of the parts that read images and audio."""
+    """Return the tensors of a file, without those of encoders for images and audio."""
     return [tensor for name, tensor in file.tensors.items() if not name.startswith(ENCODERS)]
 
 
 def loaded_tensors(file: GgufFile, config: Any) -> list[FileTensor]:
-    """Return the tensors of a file that the model of a config has a place for.
+    """Return the tensors of a file that are loaded into the model of a config.
 
-    Others are those of parts for images and audio, of layers after the model's own, which predict further tokens, and
-    keys of layers that read another layer's.
+    The others belong to encoders for images and audio, to multi-token-prediction layers after the model's own, or are
+    keys of layers that read another layer's keys.
     """
     n_layers = config.num_hidden_layers
     n_further = int(file.own_settings().get(NEXT_LAYERS) or 0)
@@ -134,7 +137,7 @@ def loaded_tensors(file: GgufFile, config: Any) -> list[FileTensor]:
 
 
 def held_bytes(tensor: FileTensor, dtype: torch.dtype, chosen: Kernels | None) -> int:
-    """Return the memory of a tensor: packed where these kernels read its codes, None: de-quantised in a dtype."""
+    """Return the bytes that a tensor takes in memory: packed, if these kernels can read its codes, else in a dtype."""
     form = None if chosen is None or len(tensor.shape) < 2 else forms(chosen).get(tensor.kind)
     if form is None:
         return tensor.n_values * dtype.itemsize
@@ -143,10 +146,11 @@ def held_bytes(tensor: FileTensor, dtype: torch.dtype, chosen: Kernels | None) -
 
 
 class Reading:
-    """The state of reading a file into a model without memory.
+    """Reads a file's tensors into a model whose parameters have no memory yet: `take` for each, then `finish`.
 
-    Args: first_layer: the number in the file of the model's first layer. for_device: the embedding keeps no codes.
-          on_bytes: called with the bytes of the file that were read since the last call. maps_rows: as `load_gguf`.
+    Args: chosen: the kernels that maps keep codes for (None: all weights are de-quantised). first_layer: number in the
+          file of the model's first layer. for_device: the embedding keeps no codes. on_bytes: called with the number of
+          bytes that were read since the last call. maps_rows: as for `load_gguf`.
     """
 
     def __init__(
@@ -164,15 +168,15 @@ class Reading:
         self._places = names_of(self.form.architecture, first_layer + int(model.config.num_hidden_layers))
         self._values: dict[str, Tensor] = {}
         self._packed: dict[str, PackedBlocks] = {}
-        self._experts: dict[str, dict[str, list[PackedBlocks]]] = {}  # By module: the maps of each of `PARTS`.
+        self._experts: dict[str, dict[str, list[PackedBlocks]]] = {}  # Module -> part of `PARTS` -> maps by expert.
         self._experts_module = self.family.experts.experts if self.family.experts is not None else "experts"
         self._halves = HALVES if self.family.gated else UNGATED
         self._read: set[str] = set()
 
     def take(self, name: str) -> None:
-        """Read one parameter of the model, by its name there.
+        """Read one parameter, given its name in the model.
 
-        Raises: ModelNotFound: the file was changed since it was mapped, or the parameter is of another shape.
+        Raises: ModelNotFound: the file was changed since it was mapped, or the tensor has another shape.
         """
         self.file.refuse_changed()
         module_name, _, leaf = name.rpartition(".")
@@ -211,17 +215,17 @@ class Reading:
             if isinstance(module, Conv1D) and leaf == "weight":
                 values = values.t()
             expected, is_correction = tuple(getattr(module, leaf).shape), _is_correction(leaf)
-            # A router's correction is a row in some families, and parts of a mixer have other dimensions in a file.
+            # Some families store a router's correction as a row, and a mixer's parameters with other dimensions.
             has_other_shape = self._is_of_mixer(module_name) and not isinstance(module, nn.Linear)
             if (is_correction or has_other_shape) and values.numel() == math.prod(expected):
                 values = values.view(expected)
             check_shape(self.file.path, tensor, expected, tuple(values.shape))
-            # A correction is in float32 whatever the model's type.
+            # A correction is float32 whatever the model's dtype.
             self._values[name] = values if is_correction else values.to(self.dtype).contiguous()
         self._release(tensor)
 
     def _release(self, part: FileTensor) -> None:
-        """Let the system drop what was read of a tensor, and say how much it was."""
+        """Let the system drop the pages of a tensor that was read, and report its bytes as read."""
         self.file.release(part)
         self._on_bytes(part.data.nbytes)
 
@@ -234,19 +238,19 @@ class Reading:
         return "norm" in module_name and leaf == "weight" and not is_gated
 
     def _blocks(self, tensor: FileTensor, kernels: Kernels, order: Tensor | None) -> PackedBlocks:
-        begun = packing_of(self.file)
-        early = begun.take(tensor) if begun is not None and begun.kernels is kernels and order is None else None
+        packing = packing_of(self.file)
+        early = packing.take(tensor) if packing is not None and packing.kernels is kernels and order is None else None
         if early is not None:
             return PackedBlocks.of(early)
         return packed_blocks(tensor, kernels, None if order is None else order.int(), self.file.release)
 
     def _take_experts(self, module_name: str, leaf: str) -> None:
-        """Read the maps of a layer's experts, of which a file has a tensor (experts, out, in) each, or their biases."""
+        """Read the maps or biases of a layer's experts; the file has a tensor (experts, out, in) for each part."""
         number, named = self._place(f"{module_name}.{leaf}")[0], self.family.experts
         assert named is not None
         map_name, kind = leaf.removesuffix("_bias"), "bias" if leaf.endswith("_bias") else "weight"
-        own_parts = [part for part in PARTS if self.family.gated or part != "gate"]
-        tensors = {part: self._found(f"blk.{number}.ffn_{part}_exps.{kind}") for part in own_parts}
+        part_names = [part for part in PARTS if self.family.gated or part != "gate"]
+        tensors = {part: self._found(f"blk.{number}.ffn_{part}_exps.{kind}") for part in part_names}
         if (joint := self._found(f"blk.{number}.ffn_gate_up_exps.{kind}")) is not None:
             tensors |= halves_of(joint)
         if None in tensors.values():
@@ -272,9 +276,9 @@ class Reading:
         return self.family.latents is not None and module_name.endswith(f".{self.family.latents[1]}")
 
     def _take_map_of_latents(self, name: str) -> None:
-        """Read the map from a latent to keys and values of heads, of which newer files have two tensors.
+        """Read the map from a latent to heads' keys and values; newer files split it into two tensors.
 
-        One has a head's share for keys as (latent, key), the other that for values as (value, latent).
+        They are (heads, latent, key) and (heads, value, latent).
         """
         number, sizes = _parts(name, self.family.layers)[0], self.heads.latent
         of_keys, of_values = (self._found(f"blk.{number}.attn_{part}_b.weight") for part in ("k", "v"))
@@ -288,11 +292,11 @@ class Reading:
             self._release(tensor)
 
     def _tensor(self, name: str) -> FileTensor | None:
-        """Return what the file has for a parameter: a tensor, some rows of one, or several as one."""
+        """Return the tensor of a parameter: one of the file, rows of one, or several joined; None: it has none."""
         number, module, leaf = self._place(name)
         stem, _, index = module.rpartition(".")
         if module in self.form.joined:
-            # A shared MLP has other names where there are experts.
+            # Layers with experts have other names for the shared MLP.
             tensors = [
                 self._found(f"blk.{number}.{part}.{leaf}") or self._found(f"blk.{number}.{part}_shexp.{leaf}")
                 for part in self.form.joined[module]
@@ -326,12 +330,12 @@ class Reading:
         return tensor
 
     def _place(self, name: str) -> tuple[str, str, str]:
-        """Return as `_parts`, by the layer's number in the file."""
+        """Split a name as `_parts` does; the number is that of the layer in the file."""
         number, module, leaf = _parts(name, self.family.layers)
         return number and str(int(number) + self.first_layer), module, leaf
 
     def _stored_name(self, name: str) -> str:
-        """Return the name of a parameter in checkpoints, which llama.cpp's converter goes by."""
+        """Return the name of a parameter in checkpoints, from which llama.cpp's converter derives its own."""
         named = self.family.experts
         if (number := self._place(name)[0]) and self.first_layer:
             name = f"{self.family.layers}.{number}.{name.removeprefix(f'{self.family.layers}.').partition('.')[2]}"
@@ -349,13 +353,13 @@ class Reading:
         return tensor
 
     def _rows_of(self, part: int) -> tuple[int, int]:
-        """Return the first row of queries (0), keys (1) or values (2) in a tensor of all, and the one after them."""
+        """Return the rows first … last - 1 of queries (0), keys (1) or values (2) in a tensor of all three."""
         counts = ((1 + self.heads.gated) * self.heads.n_heads, self.heads.n_kv_heads, self.heads.n_kv_heads)
         first = sum(counts[:part]) * self.heads.width
         return first, first + counts[part] * self.heads.width
 
     def _scale(self, tensor: FileTensor) -> Tensor | None:
-        """Return what all values of a tensor are to be multiplied by, which some files have in a tensor of its own."""
+        """Return the factor of a tensor's values, (1,), which some files have as a separate tensor; None: it is 1."""
         name = f"{tensor.name.removesuffix('.weight')}.scale"
         if name.endswith(tuple(f".{leaf}" for leaf in self.form.parameters.values())):
             return None
@@ -366,12 +370,12 @@ class Reading:
         return numbers(scale)
 
     def finish(self) -> None:
-        """Put what was read into the model.
+        """Put the tensors that were read into the model.
 
         Raises: as `load_gguf`.
         """
         self.file.refuse_changed()
-        factors = FACTORS if self.family.rotary is not None else ()  # The config has them.
+        factors = FACTORS if self.family.rotary is not None else ()  # `config_of` has read them.
         unread = [name for name in self.to_read() if name not in self._read and name not in factors]
         if unread:
             raise UnsupportedModel(
@@ -392,16 +396,16 @@ class Reading:
         for module_name, packed in self._packed.items():
             module = self.model.get_submodule(module_name)
             if isinstance(module, nn.Embedding):
-                made: nn.Module = BlockEmbedding(packed, self.dtype, getattr(module, "embed_scale", None))
+                new: nn.Module = BlockEmbedding(packed, self.dtype, getattr(module, "embed_scale", None))
             else:
-                made = BlockLinear(packed, getattr(module, "bias", None), self.dtype, self._head_order(module_name))
-            self.model.set_submodule(module_name, made)
+                new = BlockLinear(packed, getattr(module, "bias", None), self.dtype, self._head_order(module_name))
+            self.model.set_submodule(module_name, new)
         for module_name, maps in self._experts.items():
             module, named = self.model.get_submodule(module_name), self.family.experts
             assert named is not None
             self.model.set_submodule(module_name, BlockExperts(maps, named, module, self.dtype))
         self.model.tie_weights()
-        missing = [name for name, one in self.model.named_parameters() if one.is_meta]
+        missing = [name for name, parameter in self.model.named_parameters() if parameter.is_meta]
         buffers = [name for name, _ in self.model.named_buffers() if _is_correction(name)]
         missing += [name for name in buffers if name not in self._values]
         refuse_missing(missing, self.file.path)
@@ -413,11 +417,11 @@ class Reading:
     def _keeps_codes(self, module_name: str, module: nn.Module, leaf: str, tensor: FileTensor) -> bool:
         if self.kernels is None or leaf != "weight" or tensor.kind not in forms(self.kernels):
             return False
-        named = self.family.experts  # Its router's name is that within a mixture of ours, where that has another form.
+        named = self.family.experts  # `.whole` in the router's name is our wrapper of transformers' module.
         if named is not None and module_name.endswith(f".{named.router.replace('.whole', '')}"):
-            return False  # A router of some families is a linear map that does more.
+            return False  # In some families the router is a subclass of Linear that also chooses experts.
         if self._is_of_latents(module_name):
-            return False  # Our kernels read it head by head, and a head's share from both sides.
+            return False  # Our kernels read this map head by head, for keys transposed.
         is_embedding = module_name == self.family.embed and not self.for_device
         return isinstance(module, nn.Linear | Conv1D) or is_embedding
 
@@ -425,7 +429,7 @@ class Reading:
         return None if self.delta is None or self.delta.columns(module_name) is None else self.delta.head_order
 
     def _order(self, module_name: str, tensor: FileTensor) -> Tensor | None:
-        """Return int64 (out,), which row of the tensor each output is; None where they are in order."""
+        """Return for each output the row of the tensor that has it, int64 (out,); None: they are in order."""
         if self.delta is not None and (rows := self.delta.rows(module_name)) is not None:
             return rows if len(rows) == tensor.shape[0] else None
         last, heads = module_name.rpartition(".")[2], self.heads
@@ -443,7 +447,7 @@ class Reading:
 
 
 def _parts(name: str, layers: str) -> tuple[str, str, str]:
-    """Return the number of a parameter's layer ("": it is in none), its module's name in this layer, and its own."""
+    """Split a parameter's name into the number of its layer ("": none), the module in the layer, and the leaf."""
     module, _, leaf = name.rpartition(".")
     if not name.startswith(f"{layers}."):
         return "", module, leaf
@@ -456,7 +460,7 @@ def _is_correction(name: str) -> bool:
 
 
 def names_of(architecture: str, n_layers: int) -> Any:
-    """Return gguf's map from transformers' names of tensors to those of a file."""
+    """Return the gguf package's map from names in checkpoints to names in GGUF files."""
     import gguf
 
     arch = next(key for key, value in gguf.MODEL_ARCH_NAMES.items() if value == architecture)

@@ -56,9 +56,10 @@ PART = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
 
 @dataclass(frozen=True, slots=True)
 class FileTensor:
-    """A tensor of a file. `shape`: as in torch, so that the last dimension's values lie together.
+    """A tensor of a file.
 
-    `data`: uint8 (bytes,), the blocks of its type as they are stored.
+    `shape` is in torch's order: values along the last dimension are adjacent. `data`, uint8 (bytes,), has the stored
+    blocks of the type `kind`, a key of `TYPES`.
     """
 
     name: str
@@ -76,15 +77,15 @@ class FileTensor:
 
 
 def _decoded(text: bytes) -> str:
-    """Decode a string of a file. Tokens may be any bytes; invalid UTF-8 is kept as surrogates."""
+    """Decode a string of a file; invalid UTF-8 is kept as surrogates, because a token may be any bytes."""
     return text.decode("utf-8", "surrogateescape")
 
 
 class Texts(Sequence[str]):
-    """An array of strings of a file, decoded at the first use: a start whose tokenizer is in the cache needs none."""
+    """An array of strings of a file, decoded at the first use; not needed if the cache has the tokenizer."""
 
     def __init__(self, content: mmap.mmap, first: int, n: int) -> None:
-        """Args: first: where the first string's length lies in `content`, which holds `n` whole strings from there."""
+        """Args: first: offset in `content` of the first string's length; `n` complete strings follow."""
         self._content, self._first, self._n = content, first, n
 
     def __len__(self) -> int:
@@ -113,13 +114,13 @@ class _Damaged(Exception):
 
 
 class _Header:
-    """The bytes of a file, read one after the other."""
+    """A cursor that reads a file's header."""
 
     def __init__(self, content: mmap.mmap) -> None:
         self.content, self.at = content, 0
 
     def take(self, n_bytes: int) -> int:
-        """Return where the next bytes begin; the file must hold them."""
+        """Return the offset of the next `n_bytes`, and move behind them. Raises: _Damaged: the file ends before."""
         at = self.at
         if n_bytes > len(self.content) - at:
             raise _Damaged("ends in its header")
@@ -141,35 +142,37 @@ class _Header:
             if kind not in SCALARS:
                 raise _Damaged(f"has a setting of the unknown type {kind}")
             return self.number(SCALARS[kind])
-        of_kind, n_values = self.number("I"), self.number("Q")
+        item_kind, n_values = self.number("I"), self.number("Q")
         if depth >= DEEPEST_ARRAY:
             raise _Damaged("nests arrays too deeply")
-        if of_kind in SCALARS:
-            form = np.dtype(SCALARS[of_kind]).newbyteorder("<")
+        if item_kind in SCALARS:
+            form = np.dtype(SCALARS[item_kind]).newbyteorder("<")
             at = self.take(n_values * form.itemsize)
             return np.frombuffer(self.content, form, n_values, at).tolist()
         if n_values > len(self.content) - self.at:  # A string or array takes at least eight bytes.
             raise _Damaged("ends in its header")
-        return self._texts(n_values) if of_kind == STRING else [self.value(of_kind, depth + 1) for _ in range(n_values)]
+        if item_kind == STRING:
+            return self._texts(n_values)
+        return [self.value(item_kind, depth + 1) for _ in range(n_values)]
 
     def _texts(self, n_values: int) -> Texts:
-        """Return an array of strings, of which the lengths alone are read: a vocabulary has hundreds of thousands."""
+        """Return an array of strings, reading only their lengths: a vocabulary has hundreds of thousands of strings."""
         content, at, length_at = self.content, self.at, LENGTH.unpack_from
         texts = Texts(content, at, n_values)
         try:
             for _ in range(n_values):
                 at += LENGTH.size + length_at(content, at)[0]
-        except (struct.error, OverflowError):  # The length lies after the end, or beyond any address.
+        except (struct.error, OverflowError):  # A length is after the end of the file, or leads beyond any address.
             raise _Damaged("ends in its header") from None
         self.take(at - self.at)
         return texts
 
 
 class GgufFile:
-    """A GGUF file, or the files that one model was split into; `settings` are its metadata by their full keys.
+    """A GGUF file, or the files that one model is split into; `settings` has the metadata by full key.
 
-    Raises: ModelNotFound: it cannot be read, is damaged or cut short, or a part of it is missing. UnsupportedModel: a
-            tensor is of a type that is not known here.
+    Raises: ModelNotFound: a file cannot be read, is damaged or cut short, or is missing. UnsupportedModel: a tensor has
+            an unknown type.
     """
 
     def __init__(self, path: Path) -> None:
@@ -177,7 +180,7 @@ class GgufFile:
         self.settings: dict[str, Any] = {}
         self.tensors: dict[str, FileTensor] = {}
         self._maps: list[mmap.mmap] = []
-        self._states: dict[Path, tuple[int, ...]] = {}  # Of the parts, when they were mapped.
+        self._states: dict[Path, tuple[int, ...]] = {}  # Each part's `_state` when it was mapped.
         for part in parts_of(path):
             try:
                 self._read(part)
@@ -204,15 +207,15 @@ class GgufFile:
         return sum(tensor.n_values for tensor in self.tensors.values())
 
     def own_settings(self) -> dict[str, Any]:
-        """Return the architecture's settings, by name without the architecture's prefix."""
+        """Return the settings of the architecture, without its prefix in their names."""
         prefix = f"{self.architecture}."
         return {key.removeprefix(prefix): value for key, value in self.settings.items() if key.startswith(prefix)}
 
     def refuse_changed(self) -> None:
-        """Raises: ModelNotFound: a part was cut or written to since it was mapped.
+        """Raises: ModelNotFound: a part was truncated or written to since it was mapped.
 
-        Reading past a file's new end would kill the process (SIGBUS). A part that was removed or replaced by another
-        file stays as it was while it is mapped.
+        Reading past a file's new end would kill the process (SIGBUS). A part that was removed, or replaced by another
+        file, stays readable while it is mapped.
         """
         for path, state in self._states.items():
             try:
@@ -223,7 +226,7 @@ class GgufFile:
                 raise ModelNotFound(f"{path} was changed while it was read: load it again when its writer is done")
 
     def is_current(self) -> bool:
-        """Tell whether the same files are still at the paths of the parts, as they were when they were mapped."""
+        """Tell whether the parts' paths still lead to the same, unchanged files."""
         try:
             return all(_state(path.stat()) == state for path, state in self._states.items())
         except OSError:
@@ -244,7 +247,7 @@ class GgufFile:
             refuse_other_file(path)
             with path.open("rb") as file:
                 self._states[path] = _state(os.fstat(file.fileno()))
-                # Map the file copy-on-write: torch wants writable memory, although nothing writes to it.
+                # Copy-on-write, because torch requires writable memory; nothing writes to it.
                 content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         except (OSError, ValueError) as error:
             reason = getattr(error, "strerror", None) or str(error)
@@ -261,13 +264,13 @@ class GgufFile:
             value = header.value(header.number("I"))
             if not (key.startswith("split.") and key in self.settings):
                 self.settings[key] = value
-        described = [self._described(header) for _ in range(n_tensors)]
+        entries = [self._tensor_entry(header) for _ in range(n_tensors)]
         alignment = self.settings.get("general.alignment", 32)
         if not isinstance(alignment, int) or not 0 < alignment <= len(content) or alignment & (alignment - 1):
             raise _Damaged("has an alignment that is no power of two")
         start = -(-header.at // alignment) * alignment
-        taken: list[tuple[int, int, str]] = []
-        for name, kind, shape, offset in described:
+        ranges: list[tuple[int, int, str]] = []
+        for name, kind, shape, offset in entries:
             _, block, block_bytes = TYPES[kind]
             if shape[-1] % block:
                 raise _Damaged(f"has rows of {shape[-1]} values in {_shown(name)}, no whole blocks of {block}")
@@ -276,15 +279,15 @@ class GgufFile:
                 raise _Damaged(f"is cut short, or names a wrong place for {_shown(name)}")
             if name in self.tensors:
                 raise _Damaged(f"has two tensors {_shown(name)}")
-            taken.append((offset, offset + n_bytes, name))
+            ranges.append((offset, offset + n_bytes, name))
             data = np.frombuffer(content, np.uint8, n_bytes, start + offset)
             self.tensors[name] = FileTensor(name, kind, shape, data)
-        taken.sort()
-        for (_, end, first), (begin, _, second) in pairwise(taken):
+        ranges.sort()
+        for (_, end, first), (begin, _, second) in pairwise(ranges):
             if begin < end:
                 raise _Damaged(f"has {_shown(first)} and {_shown(second)} in one place")
 
-    def _described(self, header: _Header) -> tuple[str, int, tuple[int, ...], int]:
+    def _tensor_entry(self, header: _Header) -> tuple[str, int, tuple[int, ...], int]:
         name, n_dimensions = header.text(), header.number("I")
         if not 0 < n_dimensions <= MOST_DIMENSIONS:
             raise _Damaged(f"has {n_dimensions} dimensions in {_shown(name)}")
@@ -302,17 +305,17 @@ class GgufFile:
 
 
 def _state(status: os.stat_result) -> tuple[int, ...]:
-    """Return which file it is (two numbers), and what changes when it is written to."""
+    """Identify a file and its version: device and inode, size and time of the last change."""
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def _shown(name: str) -> str:
-    """Return a name from a file for a sentence: it may be anything, of any length."""
+    """Shorten a name from a file for a message."""
     return cut_short(name, LONGEST_NAME)
 
 
 def parts_of(path: Path) -> Iterator[Path]:
-    """Yield the files that a model is split into, in order: the file alone where it is no part.
+    """Yield the files that a model is split into, in order; if it is not split, the file alone.
 
     Raises: ModelNotFound: one of them is missing.
     """

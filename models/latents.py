@@ -1,12 +1,11 @@
-"""Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434), on the latents themselves.
+"""Multi-head latent attention (MLA; DeepSeek-V2, arXiv:2405.04434, section 2.1), computed on the latents.
 
-A row is projected to a latent of its queries, a latent of its keys and values, and one rotated key for all heads. A map
-makes what heads have of each latent. The map of keys and values is applied to queries and to what heads read: a query
-times a head's share of it scores the latents (`absorbed`), and the latents read go through the share of the values. So
-a slot keeps a latent and a rotated key for all heads, and no key and value for each.
+A row is projected to a latent for queries, a latent for keys and values, and one rotated key that all heads share. The
+map from the second latent to keys is absorbed into the queries, which then score latents directly; the map to values is
+applied to attention's output. So a slot stores one latent and one rotated key, not a key and a value for each head.
 
-The rotated values of queries and keys lie first here, as in other families, and last in the model's maps: scores do not
-depend on the order.
+Here the rotated values of queries and keys come first, as in other families; in the model's maps they come last. Scores
+do not depend on the order.
 """
 
 from __future__ import annotations
@@ -21,9 +20,9 @@ from .config_layout import HeadLayout
 
 
 def maps_of_heads(heads: HeadLayout, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Return each head's share of the map from a latent to keys (heads, kept, rank), and to values (heads, out, rank).
+    """Split the map from a latent into that to keys (heads, kept, rank) and that to values (heads, value width, rank).
 
-    Args: weight: of the map, (outputs, rank): head by head what is not rotated of its key, then its value.
+    Args: weight: (outputs, rank); the outputs are, head by head, the unrotated part of the key, then the value.
     """
     sizes = heads.latent
     assert sizes is not None
@@ -34,12 +33,12 @@ def maps_of_heads(heads: HeadLayout, weight: Tensor) -> tuple[Tensor, Tensor]:
 def heads_of_latents(
     heads: HeadLayout, norms: Sequence[Any], maps: Sequence[Any], projected: Sequence[Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """Return queries (rows, heads, width) and the one key of all heads (rows, 1, width), before the rotation.
+    """Return queries (rows, heads, width) and the key that all heads share (rows, 1, width), before the rotation.
 
-    The key's latent is what heads read.
+    The latent in the key also serves as the value.
 
-    Args: norms, maps: of the queries' latent, None where it has none, and of the other one. projected: what the row's
-          projections give, (rows, values) each, one after the other.
+    Args: norms, maps: of the latent of queries (None: it has none), and of that of keys and values. projected: outputs
+          of the row's projections, (rows, values) each.
     """
     sizes = heads.latent
     assert sizes is not None
@@ -55,7 +54,7 @@ def heads_of_latents(
 
 
 def values_of_latents(heads: HeadLayout, project: Any, mixed: Tensor) -> Tensor:
-    """Return heads' outputs (rows, heads * value width) of what they read of keys (rows, heads * width)."""
+    """Map attention's sums over keys (rows, heads * width) to the heads' outputs (rows, heads * value width)."""
     sizes = heads.latent
     assert sizes is not None
     read = mixed.view(len(mixed), heads.n_heads, -1)[..., sizes.rotary :]

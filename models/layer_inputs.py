@@ -1,4 +1,4 @@
-"""What ends a layer after its sub-layers: a term by a vector for each token and layer (Gemma 4), and a scale."""
+"""The end of a layer after its sub-layers: a term from per-layer inputs (Gemma 4), and a scale."""
 
 from __future__ import annotations
 
@@ -13,10 +13,9 @@ from .family import Family
 
 @dataclass(frozen=True, slots=True)
 class PerLayerInputs:
-    """Where a model has a vector for each token and layer, `width` values each; it depends on the token alone.
+    """Per-layer inputs: a vector of `width` values for each token and layer, which depends on the token only.
 
-    It is a row of `embed`, plus the norm of what `project` makes of the token's embedding, times `sum_scale`. What
-    `project` gives is multiplied by `map_scale` before the norm.
+    It is (norm(map_scale · project(embedding)) + row of `embed`) · sum_scale.
     """
 
     embed: Any
@@ -29,7 +28,7 @@ class PerLayerInputs:
 
     @classmethod
     def of(cls, model: nn.Module, family: Family, config: Any) -> PerLayerInputs | None:
-        """Return those of a model; None: it has none."""
+        """Return the per-layer inputs of a model; None: it has none."""
         named = family.layer_inputs
         width = 0 if named is None else named.width(config)
         if named is None or not width:
@@ -46,7 +45,10 @@ class PerLayerInputs:
         return cast(Tensor, self.embed(token_ids))
 
     def joined(self, embedded: Tensor, of_tokens: Tensor) -> Tensor:
-        """Return the vectors (rows, layers * width) of tokens by their embeddings (rows, hidden_size)."""
+        """Return the inputs (rows, layers * width) of tokens.
+
+        Args: embedded: their embeddings (rows, hidden_size). of_tokens: as `of_tokens` returns them.
+        """
         projected = (self.project(embedded) * self.map_scale).view(-1, self.n_layers, self.width)
         joined: Tensor = (self.norm(projected) + of_tokens.view_as(projected)) * self.sum_scale
         return joined.flatten(1)
@@ -54,10 +56,10 @@ class PerLayerInputs:
 
 @dataclass(frozen=True, slots=True)
 class LayerEnding:
-    """What a layer does after its sub-layers, whatever a draft leaves out of these.
+    """What a layer computes after its sub-layers, also if a draft skips these.
 
-    It adds `after` of `out` of the activation of `gate`, times the vectors of its number; the sum is multiplied by
-    `scale`, a tensor (1,). Without `gate` there is no such term; without `scale` the factor is 1.
+    The output is (x + after(out(activation(gate(x)) · inputs of the layer))) · scale. Without `gate` the second term is
+    missing; without `scale`, a tensor (1,), the factor is 1.
     """
 
     index: int
@@ -69,7 +71,7 @@ class LayerEnding:
 
     @classmethod
     def of(cls, layer: nn.Module, index: int, family: Family, config: Any) -> LayerEnding | None:
-        """Return what ends a decoder layer; None: nothing."""
+        """Return the end of a decoder layer; None: it ends with its sub-layers."""
         scale = None if family.layer_scale is None else getattr(layer, family.layer_scale)
         named = family.layer_inputs
         if named is not None and named.width(config):
@@ -82,7 +84,7 @@ class LayerEnding:
         yield from (self.gate, self.out, self.after, self.activation)
 
     def ended(self, states: Tensor, inputs: Tensor | None) -> Tensor:
-        """Return the states (rows, hidden_size) after the layer. Args: inputs: (rows, layers * width)."""
+        """Return the states (rows, hidden_size) after the layer. Args: inputs: (rows, layers * width) or None."""
         if self.activation is not None:
             assert inputs is not None
             inner = self.activation(self.gate(states))
@@ -96,6 +98,6 @@ Held = TypeVar("Held", PerLayerInputs, LayerEnding)
 
 
 def with_map(holder: Held, old: nn.Module, new: nn.Module) -> Held:
-    """Return what holds linear maps with another one of them."""
+    """Return a copy of `holder` with one linear map replaced."""
     changed: dict[str, Any] = {part.name: new for part in fields(holder) if getattr(holder, part.name) is old}
     return replace(holder, **changed) if changed else holder

@@ -1,4 +1,4 @@
-"""Mixtures of experts as torch computes them, with one form of call for all: rows, chosen experts and weights."""
+"""Mixtures of experts in torch; all modules of experts are called with rows, chosen experts and weights."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ def mixed_by_expert(
     computed: Callable[[int, Tensor], Tensor],
     weighs_inputs: bool = False,
 ) -> Tensor:
-    """Return the weighted sum (rows, hidden_size) of what each row's experts make of it.
+    """Return the weighted sum (rows, hidden_size) of the outputs of each row's experts.
 
-    Args: computed: an expert's outputs of rows. weighs_inputs: weights multiply what experts read.
+    Args: hidden_states: (rows, hidden_size). top_k_index, top_k_weights: (rows, chosen). computed: returns an expert's
+          outputs for rows. weighs_inputs: weights multiply the experts' inputs.
     """
     total = torch.zeros_like(hidden_states)
     for expert in torch.unique(top_k_index).tolist():
@@ -32,14 +33,14 @@ def mixed_by_expert(
 
 
 def in_order(answer: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Return a router's logits, weights and chosen experts; transformers 5.17 has those of Granite in reverse."""
+    """Return a router's logits, weights and chosen experts; Granite's router in transformers 5.17 reverses them."""
     return answer if answer[0].is_floating_point() else answer[::-1]
 
 
 class SharedMixture(nn.Module):
-    """The sum of a mixture's chosen experts and of an MLP, its shared expert.
+    """A mixture that adds its chosen experts and an MLP, the shared expert.
 
-    Args: router, experts, shared: modules, and the names that the family's row has for them.
+    Args: router, experts, shared: names from the family's row, and modules.
     """
 
     def __init__(self, router: tuple[str, Any], experts: tuple[str, Any], shared: tuple[str, Any]) -> None:
@@ -56,14 +57,14 @@ class SharedMixture(nn.Module):
 
 
 def mlp_beside_experts(layer: nn.Module, named: Experts, mlp: str) -> SharedMixture:
-    """Return the mixture of a layer that has the router and the experts in one module, and the MLP beside it."""
+    """Return the mixture of a layer that has router and experts in one module, and the shared MLP outside of it."""
     mixture = layer.get_submodule(named.beside or "")
     router, experts = ((name, mixture.get_submodule(name)) for name in (named.router, named.experts))
     return SharedMixture(router, experts, (mlp, layer.get_submodule(mlp)))
 
 
 class LateRouter(nn.Module):
-    """Llama 4's router, which answers as those of other families do: logits, weights and chosen experts."""
+    """Llama 4's router; it returns logits, weights and chosen experts, as those of other families do."""
 
     def __init__(self, whole: Any) -> None:
         super().__init__()
@@ -80,7 +81,7 @@ class LateRouter(nn.Module):
 
 
 class WeighedExperts(nn.Module):
-    """Llama 4's experts, of which each row takes its own; transformers' module computes all of them for every row."""
+    """Llama 4's experts, computed only for the rows that take them; transformers' module computes all for every row."""
 
     def __init__(self, whole: Any) -> None:
         super().__init__()
@@ -103,19 +104,19 @@ class WeighedExperts(nn.Module):
 
 
 def weighed_inputs(mixture: nn.Module, named: Experts) -> SharedMixture:
-    """Return Llama 4's mixture, whose weights multiply what experts read."""
+    """Return Llama 4's mixture, whose weights multiply the experts' inputs."""
     shared = cast(str, named.shared)
     experts = mixture.get_submodule(named.experts)
-    # Experts that compute with codes have the usual form.
+    # Experts that compute with codes are already called with each row's experts.
     of_rows = WeighedExperts(experts) if isinstance(getattr(experts, "gate_up_proj", None), Tensor) else experts
     router = LateRouter(mixture.get_submodule(named.router))
     return SharedMixture((named.router, router), (named.experts, of_rows), (shared, mixture.get_submodule(shared)))
 
 
 class ScaledRouter(nn.Module):
-    """Gemma 4's router: it reads the norm of a row times a scale, and weights are times one of each expert.
+    """Gemma 4's router: it reads the norm of a row times a scale, and multiplies weights by a scale of each expert.
 
-    Args: whole: transformers' module, which does not let a draft take fewer experts.
+    Args: whole: transformers' module, which has no attribute for the number of experts that a token takes.
     """
 
     def __init__(self, whole: Any) -> None:
@@ -123,7 +124,7 @@ class ScaledRouter(nn.Module):
         self.whole, self.top_k = whole, int(whole.config.top_k_experts)
 
     def forward(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return logits (n, experts), and weights and numbers of experts, (n, top_k), of rows (n, hidden)."""
+        """Return logits (n, experts), and weights and indices of experts, (n, top_k), for rows (n, hidden)."""
         whole = self.whole
         logits = whole.proj(whole.norm(rows) * whole.scale * whole.scalar_root_size)
         weights, chosen = logits.softmax(dim=-1, dtype=torch.float32).topk(self.top_k, dim=-1)
@@ -132,7 +133,7 @@ class ScaledRouter(nn.Module):
 
 
 class NormedMixture(nn.Module):
-    """What a layer's MLP and experts, each with norms of its own, give for rows of the residual stream (Gemma 4)."""
+    """The sum of a layer's MLP and experts, each between norms of its own; it reads the residual stream (Gemma 4)."""
 
     def __init__(self, layer: nn.Module, named: Experts, mlp: str) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Finds by probing what a norm computes: class names do not say whether the weight is 1 + w or where epsilon goes."""
+"""Probes what a norm computes: class names do not say whether the factor is w or 1 + w, or where epsilon is added."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ TOLERANCE = 1e-4  # Well above float32 rounding; a different kind of norm differ
 
 @dataclass(frozen=True, slots=True)
 class NormForm:
-    """`kind` is one of `kernels.layout`; `weight` is (n,), ones where there is none, and `bias` (n,) or None.
+    """What a norm computes.
 
-    Of a norm by head with separate weights for each, these are (heads, n).
-
-    `eps` is added to the mean square, or to the variance.
+    kind: one of `kernels.layout`.
+    eps: added to the mean square, or to the variance.
+    weight: (n,), ones if the norm has none; (heads, n) for a norm by head with a weight for each head.
+    bias: of the same shape, or None.
     """
 
     kind: int
@@ -47,7 +48,7 @@ def _layer_plus_one(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tens
     return _layer(x, 1 + weight, bias, eps)
 
 
-LAYER_PLUS_ONE = -1  # The kernels have no such kind: they are given one more than the weight.
+LAYER_PLUS_ONE = -1  # Not a kind of the kernels: they get 1 + weight.
 FORMS: dict[int, Callable[[Tensor, Tensor, Tensor, float], Tensor]] = {
     RMS: _rms,
     RMS_PLUS_ONE: _rms_plus_one,
@@ -56,15 +57,15 @@ FORMS: dict[int, Callable[[Tensor, Tensor, Tensor, float], Tensor]] = {
 }
 
 
-# Cached (kind, epsilon) by a norm's class, settings, tensors' names and shapes, width and number of heads.
+# Cache: a norm's class, settings, tensors' names and shapes, width and number of heads -> (kind, epsilon).
 _forms: dict[Any, tuple[int, float] | None] = {}
 
 
 def form_of(norm: Any, width: int, dtype: torch.dtype, device: torch.device, n_heads: int = 0) -> NormForm | None:
-    """Return what a norm of `width` values computes; None where that is none of `FORMS`.
+    """Return what a norm of `width` values computes; None: none of `FORMS`.
 
-    Args: dtype, device: of the ones where it has no weight. n_heads: of a norm by head, which gets (rows, heads, width)
-          and may have a weight for each head, as one tensor or in as many modules.
+    Args: dtype, device: of the ones that replace a missing weight. n_heads: for a norm by head, which reads (rows,
+          heads, width) and may have a weight for each head, in one tensor or in a module per head.
     """
     named = [*norm.named_parameters(), *norm.named_buffers()]
     tensors = {name: tensor for name, tensor in named if tensor is not None}
@@ -76,7 +77,7 @@ def form_of(norm: Any, width: int, dtype: torch.dtype, device: torch.device, n_h
         (
             type(norm),
             tuple(settings.items()),
-            frozenset((name, one.shape) for name, one in tensors.items()),
+            frozenset((name, tensor.shape) for name, tensor in tensors.items()),
             width,
             n_heads,
         )
@@ -86,7 +87,7 @@ def form_of(norm: Any, width: int, dtype: torch.dtype, device: torch.device, n_h
     if key in _forms:
         kind_and_eps = _forms[key]
     else:
-        # Do not cache a norm with other attributes, such as its own forward: it may differ from others of its class.
+        # A norm with other attributes, such as its own forward, may differ from others of its class: do not cache it.
         kind_and_eps = _probed(norm, tensors, (n_heads or 1, width), device)
         if plain:
             _forms[key] = kind_and_eps
@@ -104,9 +105,9 @@ def _leaf(name: str) -> str:
 
 
 def _joined(tensors: Mapping[str, Tensor], leaf: str) -> Tensor | None:
-    """Return a norm's weight or bias, of several modules one after the other: (n,) or (heads, n)."""
-    some = [tensor for name, tensor in tensors.items() if _leaf(name) == leaf]
-    return torch.stack(some) if len(some) > 1 else some[0] if some else None
+    """Return a norm's weight or bias: (n,), or (heads, n) if there is a module for each head; None: it has none."""
+    named = [tensor for name, tensor in tensors.items() if _leaf(name) == leaf]
+    return torch.stack(named) if len(named) > 1 else named[0] if named else None
 
 
 @torch.inference_mode(False)
@@ -121,14 +122,14 @@ def _probed(
     place = next(iter(tensors.values())).device if tensors else device
     draw = torch.Generator().manual_seed(0)
     row = (torch.rand(shape, generator=draw) + 0.25).to(place)
-    made = {name: (torch.rand(one.shape, generator=draw) + 0.25).to(place) for name, one in tensors.items()}
+    made = {name: (torch.rand(tensor.shape, generator=draw) + 0.25).to(place) for name, tensor in tensors.items()}
     weight, bias = (_joined(made, leaf) for leaf in ("weight", "bias"))
-    if any(one is not None and one.shape not in (shape, shape[1:]) for one in (weight, bias)):
+    if any(tensor is not None and tensor.shape not in (shape, shape[1:]) for tensor in (weight, bias)):
         return None
     weight = torch.ones_like(row) if weight is None else weight
     bias = torch.zeros_like(row) if bias is None else bias
-    given = [getattr(part, name, None) for part in norm.modules() for name in EPSILONS]
-    stated = [value for value in given if isinstance(value, float) and value > 0][:1]
+    attributes = [getattr(part, name, None) for part in norm.modules() for name in EPSILONS]
+    stated = [value for value in attributes if isinstance(value, float) and value > 0][:1]
     for eps in stated or USUAL:
         x = torch.stack((row - 0.5, row * eps**0.5))
         output = _called(norm, made, x)
@@ -141,18 +142,18 @@ def _probed(
 
 
 def _called(norm: Any, made: Mapping[str, Tensor], x: Tensor) -> Tensor | None:
-    # The forward set by row_invariant.py passes inputs that require a gradient on to the original one.
+    # For inputs that require a gradient, the forward that row_invariant.py sets calls the original one.
     with torch.enable_grad():
         try:
-            asked = x.clone().requires_grad_()
-            return cast(Tensor, torch.func.functional_call(norm, dict(made), (asked,))).detach()
+            probe = x.clone().requires_grad_()
+            return cast(Tensor, torch.func.functional_call(norm, dict(made), (probe,))).detach()
         except Exception:  # A module may raise anything for this probe.
             return None
 
 
 def _is_wide(norm: Any, made: Mapping[str, Tensor], row: Tensor, weight: Tensor, eps: float) -> bool:
-    """Tell whether an RMS norm in bfloat16 rounds once, after the weight, and not before it as Llama's does."""
-    half = {name: one.bfloat16() for name, one in made.items()}
+    """Tell whether an RMS norm in bfloat16 rounds only after the weight; Llama's also rounds before it."""
+    half = {name: tensor.bfloat16() for name, tensor in made.items()}
     x, weight = row[None].bfloat16(), weight.bfloat16()
     output = _called(norm, half, x)
     if output is None or output.dtype != torch.bfloat16:

@@ -1,7 +1,7 @@
 """Checks that a runtime computes all of a model: each module must be used, contain used modules, or do nothing.
 
-What a runtime does not call is never computed: a parameter, a norm or a hook that its family's row does not name would
-change the model's text in transformers alone.
+A runtime computes only what its family's row names. Any other parameter, norm or hook would change the text that
+transformers generates, but not swiftopt's.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ ADVICE = "swiftopt would leave it out and give other text: use transformers' own
 
 
 def refuse_unnamed(model: nn.Module, parts: Iterable[Any], tensors: Iterable[Any] = ()) -> None:
-    """Raises: UnsupportedModel: the model has a module, parameter, buffer or hook outside of its parts.
+    """Refuse a model with a module, parameter, buffer or hook outside of the parts that a runtime uses.
 
-    Args:   parts: the modules that a runtime calls, each with all that it holds; None: the model has no such part.
-            tensors: that it reads itself.
+    Args:   parts: the modules that the runtime calls; each may be None, and includes its submodules. tensors: those
+            that the runtime reads itself.
+    Raises: UnsupportedModel: it has one.
     """
     read = {id(tensor) for tensor in tensors}
     called = {module for part in parts if isinstance(part, nn.Module) for module in part.modules()}
@@ -48,7 +49,7 @@ def _stored(module: nn.Module) -> list[str]:
 
 def _is_original(module: nn.Module) -> bool:
     """Tell whether a module runs its transformers or torch class's own forward, possibly compiled or dispatched."""
-    libraries = ("transformers", "torch", __name__.partition(".")[0])  # Our own are those of `skeleton`.
+    libraries = ("transformers", "torch", __name__.partition(".")[0])  # Our own modules are those of `skeleton`.
     if type(module).forward.__module__.partition(".")[0] not in libraries:
         return False
     forward = vars(module).get("forward")

@@ -1,4 +1,4 @@
-"""Interfaces of what a runtime may run passes by, in place of torch's operations one by one."""
+"""Interfaces of the two ways to run passes without launching torch's operations one by one."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Linear maps with weights in 8 or 4 bits, rounded to the nearest.
+"""Linear maps with weights in 8 or 4 bits, rounded to the nearest code.
 
-Packed for our kernels (`kernels/quantised.h`) they have a scale and a zero per group, and activations are rounded to 8
-bits; for torch's weight-only kernels int8 has a scale per row, and activations stay as they are. fp8 (e4m3) has a scale
-per row for either; torch's kernel multiplies activations in fp8, too, and ours reads weights alone.
+Packed for our kernels (`kernels/quantised.h`), weights have a scale and a zero per group, and activations are rounded
+to 8 bits. For torch's weight-only kernels, int8 has a scale per row, and activations are not rounded. fp8 (e4m3) has a
+scale per row in both cases; torch's kernel also rounds activations to fp8, and ours does not.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ aten = torch.ops.aten
 
 
 class QuantisedLinear(nn.Module):
-    """Linear maps of the same input, one after the other, with quantised weights; their biases are added as they are.
+    """Linear maps of the same input as one map with quantised weights; biases are not quantised.
 
-    Args: modules: linear maps. name: a format of `core.settings`. made: codes and scales of the same maps, from an
-          earlier time. packed: for our kernels alone.
+    Args: modules: the linear maps. name: a format of `core.settings`. made: codes and scales of the same maps from a
+          file (None: they are computed). packed: lay the codes out for our kernels.
     """
 
     codes: Tensor
@@ -59,13 +59,13 @@ class QuantisedLinear(nn.Module):
         biases = [cast("Tensor | None", getattr(module, "bias", None)) for module in modules]
         bias = None
         if any(bias_of_map is not None for bias_of_map in biases):
-            same = zip(weights, biases, strict=True)
-            bias = torch.cat([w.new_zeros(w.shape[0]) if b is None else b for w, b in same])
+            pairs = zip(weights, biases, strict=True)
+            bias = torch.cat([w.new_zeros(w.shape[0]) if b is None else b for w, b in pairs])
         # The kernels do not support float64: a float64 model drafts in float32.
         self._dtype = weights[0].dtype if weights[0].dtype != torch.float64 else torch.float32
         codes, scales = made or self._quantised(weights)
-        for kept, tensor in (("codes", codes), ("scales", scales), ("bias", bias)):
-            self.register_buffer(kept, tensor)
+        for buffer_name, tensor in (("codes", codes), ("scales", scales), ("bias", bias)):
+            self.register_buffer(buffer_name, tensor)
 
     def _quantised(self, weights: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         weight = torch.cat(list(weights)) if len(weights) > 1 else weights[0]
@@ -86,7 +86,7 @@ class QuantisedLinear(nn.Module):
 
     @property
     def n_bytes(self) -> int:
-        return sum(kept.nbytes for kept in (self.codes, self.scales, self.bias) if kept is not None)
+        return sum(tensor.nbytes for tensor in (self.codes, self.scales, self.bias) if tensor is not None)
 
     def forward(self, x: Tensor) -> Tensor:
         out = self._product(x.to(self._dtype)).to(x.dtype)
@@ -127,19 +127,21 @@ def quantise_fp8(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def fp8_product(x: Tensor, codes: Tensor, scales: Tensor) -> Tensor:
-    """Return x (rows, in) by a weight (out, in), bfloat16 (rows, out), by torch's fp8 kernel; a row of x has a scale.
+    """Multiply x (rows, in) by a weight (out, in) with torch's fp8 kernel; return bfloat16 (rows, out).
 
-    Args: codes, scales: of the weight, as `quantise_fp8` returns them; its inputs may be padded.
+    Each row of x is rounded with a scale of its own.
+
+    Args: codes, scales: the weight as `quantise_fp8` returns it; its inputs may be padded.
     """
     if x.shape[1] != codes.shape[1]:
         x = F.pad(x, (0, codes.shape[1] - x.shape[1]))
-    x_codes, own_scales = quantise_fp8(x)
-    return torch._scaled_mm(x_codes, codes.t(), own_scales, scales.t(), out_dtype=torch.bfloat16)
+    x_codes, x_scales = quantise_fp8(x)
+    return torch._scaled_mm(x_codes, codes.t(), x_scales, scales.t(), out_dtype=torch.bfloat16)
 
 
 @cache
 def cpu_multiplies_fp8() -> bool:
-    """Tell whether torch's fp8 kernel for a CPU takes a scale for each row: that of torch 2.11 takes one for all."""
+    """Tell whether torch's fp8 kernel for CPUs supports a scale per row; that of torch 2.11 takes one in all."""
     try:
         fp8_product(torch.zeros(1, SMALLEST_GROUP), *quantise_fp8(torch.zeros(ROWS, SMALLEST_GROUP)))
     except RuntimeError:
@@ -189,7 +191,7 @@ def _packed(codes: Tensor) -> Tensor:
 
 
 def cuda_tiles(width: int) -> int:
-    """Return the inner tiles of torch's CUDA layout, 16 weights each: the fastest number that divides a row."""
+    """Return the number of inner tiles of 16 weights in torch's CUDA layout: the fastest one that divides a row."""
     return next(n for n in (8, 4, 2) if width % (16 * n) == 0)
 
 

@@ -1,4 +1,4 @@
-"""Copies of a mixture's experts with quantised weights, for drafts by our kernels."""
+"""Copies of a mixture's experts with quantised weights, for drafts with our kernels."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from .family import Experts
 from .kernels.layout import ROWS
 from .mixtures import mixed_by_expert
 
-STACKS = ("gate_up_proj", "down_proj")  # Tensors that have the maps of all experts of a layer.
+STACKS = ("gate_up_proj", "down_proj")  # Tensors with the maps of all experts of a layer.
 
 
 class PackedMaps(Protocol):
-    """Linear maps by packed codes, one after the other: a `QuantisedLinear`."""
+    """Linear maps with packed codes, as one map: a `QuantisedLinear`."""
 
     codes: Tensor
     scales: Tensor
@@ -30,9 +30,9 @@ class PackedMaps(Protocol):
 
 
 class ExpertStack(nn.Module):
-    """Maps of one input width of all experts, as one linear map: their outputs one after the other.
+    """All experts' maps of one input width, as one linear map with their outputs one after the other.
 
-    Each map's outputs are padded to whole blocks of packed weights, so that it begins where a block does.
+    Each map's outputs are padded to whole blocks of packed weights, so that every map begins at a block.
 
     Args: maps: (maps, outputs, inputs).
     """
@@ -47,17 +47,15 @@ class ExpertStack(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        n_missing = -self.maps.shape[1] % ROWS  # Nothing is padded where nothing is missing: it would copy the maps.
+        n_missing = -self.maps.shape[1] % ROWS  # F.pad copies the maps, so it is not called without need.
         return (F.pad(self.maps, (0, 0, 0, n_missing)) if n_missing else self.maps).flatten(0, 1)
 
 
 class QuantisedExperts(nn.Module):
-    """Experts of one layer by packed codes; `gate_up` has each expert's gate and then its up map, `down` its output.
+    """Experts of one layer with packed codes, which our kernels read.
 
-    Our kernels read the codes.
-
-    Args: n_inner: outputs of a gate. n_hidden: of the output's map. activation: of the gates. weighs_inputs: as in
-          `Experts`.
+    Args: gate_up: for each expert, its gate map and then its up map. down: each expert's down map. n_inner: outputs of
+          a gate. n_hidden: outputs of a down map. activation: of the gates. weighs_inputs: as in `Experts`.
     """
 
     def __init__(
@@ -75,7 +73,7 @@ class QuantisedExperts(nn.Module):
         self.n_experts, self.n_inner, self.n_hidden, self.activation = n_experts, n_inner, n_hidden, activation
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """Return the weighted sum (rows, hidden_size) of what each row's experts make of it; a slow reference."""
+        """Return the weighted sum (rows, hidden_size) of each row's experts; a slow reference of our kernels."""
         dtype, n_in = hidden_states.dtype, hidden_states.shape[-1]
         gate_up = _weight(self.gate_up, dtype).view(2 * self.n_experts, -1, n_in)[:, : self.n_inner]
         down = _weight(self.down, dtype).view(self.n_experts, -1, self.n_inner)[:, : self.n_hidden]
@@ -88,7 +86,7 @@ class QuantisedExperts(nn.Module):
 
 
 def _weight(packed: PackedMaps, dtype: torch.dtype) -> Tensor:
-    """Return the de-quantised weight (outputs, inputs) of packed maps, with the outputs that pad them."""
+    """Return the de-quantised weight (outputs, inputs) of packed maps, padding included."""
     assert packed.group is not None
     codes, scales, zeros = unpack(packed.codes, packed.scales, packed.bits)
     middle = 1 << (packed.bits - 1)
@@ -98,7 +96,7 @@ def _weight(packed: PackedMaps, dtype: torch.dtype) -> Tensor:
 
 
 def stacks_of(mlp: nn.Module, named: Experts) -> list[ExpertStack]:
-    """Return the maps of a layer's experts, in the order of `STACKS`; [] where they have another form than these."""
+    """Return the maps of a layer's experts, in the order of `STACKS`; [] if the experts have another form."""
     experts: Any = mlp.get_submodule(named.experts)
     into, out = (getattr(experts, name, None) for name in STACKS)
     if named.alternating or named.clamped or not hasattr(experts, "act_fn"):
@@ -113,7 +111,7 @@ def stacks_of(mlp: nn.Module, named: Experts) -> list[ExpertStack]:
 
 
 def quantised_mixture(mlp: nn.Module, named: Experts, make: Callable[[Sequence[nn.Module]], Any]) -> nn.Module:
-    """Copy a mixture, with quantised experts and shared experts; its router and gate stay as they are.
+    """Copy a mixture with its experts and shared experts quantised; router and shared gate stay as they are.
 
     Args: make: quantises linear maps of one input.
     """
@@ -146,7 +144,7 @@ def has_linears(module: nn.Module) -> bool:
 
 
 def shared_of(mlp: nn.Module, named: Experts) -> tuple[str, nn.Module | None]:
-    """Return the name of a layer's shared experts, and the experts; None where it has none."""
+    """Return the name of a layer's shared expert, and its module; None: the layer has none."""
     name = (named.shared or "").removesuffix("?")
     return name, getattr(mlp, name, None) if name else None
 
@@ -154,7 +152,7 @@ def shared_of(mlp: nn.Module, named: Experts) -> tuple[str, nn.Module | None]:
 def shell(module: nn.Module, **children: nn.Module) -> nn.Module:
     """Return a shallow copy of a module with other `children`; the module itself is not changed."""
     copied = copy.copy(module)
-    # Drop an instance's own forward, such as accelerate's hook: it would run the original module.
+    # An instance's own forward, such as accelerate's hook, would run the original module.
     vars(copied).pop("forward", None)
     copied._modules = {**module._modules, **children}
     return copied

@@ -1,4 +1,4 @@
-"""The residual stream of rows, from which sub-layers read and to which they add."""
+"""The residual stream: sub-layers read its norm and add their outputs to it."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from torch import Tensor
 
 @runtime_checkable
 class AddingNorm(Protocol):
-    """A norm that one kernel computes together with the sum before it."""
+    """A norm whose kernel also computes the addition before it."""
 
     def after(self, hidden: Tensor, added: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the sum of two tensors (rows, n), and the norm of it."""
+        """Return the sum of two tensors (rows, n), and the norm of the sum."""
         ...
 
 
@@ -22,9 +22,9 @@ def normed(norm: Any, states: Tensor) -> Tensor:
 
 
 class Residual:
-    """The residual stream of some rows, (rows, hidden_size). Its last sum may be left to the kernel of the next norm.
+    """The residual stream (rows, hidden_size) of some rows. The kernel of the next norm may compute its last addition.
 
-    Args: added: what the last sub-layer gave, not yet in `states`.
+    Args: added: the output of the last sub-layer, not yet added to `states`.
     """
 
     def __init__(self, states: Tensor, added: Tensor | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Turns queries and keys by their positions: a model's own rotary tables, and rows of them."""
+"""Rotates queries and keys by their positions (RoPE, arXiv:2104.09864), with tables from the model's own module."""
 
 from __future__ import annotations
 
@@ -13,11 +13,10 @@ from .family import Family
 
 
 class RotaryTables(NamedTuple):
-    """How positions turn queries and keys: tables (positions, rotary_dim) in the type that products are computed in.
+    """Cosines and sines (positions, rotary_dim), in the dtype in which the rotation is computed.
 
-    A value's partner, its pair's other value, is half the rotated width away, or with `pairs` its neighbour. The first
-    of a pair has the sine negated. `query_scale`: (positions,) what queries are then multiplied by, None: 1. Tables of
-    no width turn nothing.
+    The two values of a pair are half the rotated width apart, or neighbours (`pairs`). The sine of a pair's first value
+    is negated. Queries are then multiplied by `query_scale`, (positions,); None: 1. Tables of width 0 rotate nothing.
     """
 
     cos: Tensor
@@ -35,7 +34,7 @@ class RotaryTables(NamedTuple):
         return RotaryTables(self.cos[index], self.sin[index], self.pairs, scale)
 
     def is_usual(self, dtype: torch.dtype) -> bool:
-        """Tell whether rows are turned as Llama's are, each product rounded to the model's type."""
+        """Tell whether the rotation is Llama's: halves, each product rounded to the model's dtype, no query scale."""
         return not self.pairs and self.query_scale is None and self.cos.dtype == dtype
 
 
@@ -44,13 +43,13 @@ TablesByType = Callable[[str | None, torch.device, int], RotaryTables | None]
 
 
 def joined_rotation(rotations: Sequence[RotaryTables | None]) -> RotaryTables | None:
-    """Return the rotations of several groups of rows as one; None where they have none."""
-    given = [rotation for rotation in rotations if rotation is not None]
-    if len(given) <= 1:
-        return given[0] if given else None
-    scales = [one.query_scale for one in given if one.query_scale is not None]
-    cos, sin = torch.cat([one.cos for one in given]), torch.cat([one.sin for one in given])
-    return RotaryTables(cos, sin, given[0].pairs, torch.cat(scales) if scales else None)
+    """Concatenate the rotations of several groups of rows; None: they have none."""
+    tables = [rotation for rotation in rotations if rotation is not None]
+    if len(tables) <= 1:
+        return tables[0] if tables else None
+    scales = [table.query_scale for table in tables if table.query_scale is not None]
+    cos, sin = torch.cat([table.cos for table in tables]), torch.cat([table.sin for table in tables])
+    return RotaryTables(cos, sin, tables[0].pairs, torch.cat(scales) if scales else None)
 
 
 def rotate(x: Tensor, rotation: RotaryTables) -> Tensor:
@@ -69,9 +68,9 @@ def rotate(x: Tensor, rotation: RotaryTables) -> Tensor:
 def rotation_tables(
     module: Any, dtype: torch.dtype, max_positions: int, family: Family, scale: QueryScale | None
 ) -> TablesByType:
-    """Return the tables of a model's own rotary module, each kept, and replaced by a longer one when it is too short.
+    """Return a function that gives tables of the model's rotary module; they are cached, and grow as needed.
 
-    Args: module: None for a model without rotary positions, which has no tables. scale: of queries, None: 1.
+    Args: module: the rotary module (None: the model has none). scale: how queries are scaled by position (None: not).
     """
     tables: dict[tuple[str, torch.device], RotaryTables] = {}
 
@@ -87,23 +86,23 @@ def rotation_tables(
         if layer_type == UNROTATED:
             nothing = probe.new_empty((n_positions, 0))
             return RotaryTables(nothing, nothing, query_scale=scales)
-        # Text has the same position as a frame, a row and a column of an image; older modules want all three.
+        # Some modules need a position for each of frame, row and column of an image; for text the three are equal.
         places = positions.expand(3, 1, -1) if hasattr(module, "mrope_section") else positions
-        turns = module(probe, places, layer_type) if layer_type else module(probe, places)
+        rotations = module(probe, places, layer_type) if layer_type else module(probe, places)
         # Llama 4's and DeepSeek-V2's modules return complex numbers.
-        cos, sin = (turns.real, turns.imag) if isinstance(turns, Tensor) else turns
+        cos, sin = (rotations.real, rotations.imag) if isinstance(rotations, Tensor) else rotations
         # With accelerate's dispatch over several devices, the rotary module returns tensors on its own device.
         cos, sin = (table[0].to(device, probe.dtype) for table in (cos, sin))
         if family.half_tables:
             cos, sin = torch.cat((cos, cos), dim=-1), torch.cat((sin, sin), dim=-1)
         half = cos.shape[-1] // 2
         if family.rotation == "pairs":
-            if not torch.equal(cos[:, ::2], cos[:, 1::2]):  # Some modules repeat each value, others all of them.
+            if not torch.equal(cos[:, ::2], cos[:, 1::2]):  # Some modules repeat each value, others the whole row.
                 cos, sin = cos[:, :half].repeat_interleave(2, -1), sin[:, :half].repeat_interleave(2, -1)
             sin = torch.stack((-sin[:, ::2], sin[:, 1::2]), -1).flatten(-2)
         else:
             signed = (-sin[:, :half], sin[:, half:])
-            sin = torch.cat(signed if family.rotation == "halves" else [-one for one in signed], dim=-1)
+            sin = torch.cat(signed if family.rotation == "halves" else [-part for part in signed], dim=-1)
         return RotaryTables(cos, sin, family.rotation == "pairs", scales)
 
     def table_of(layer_type: str | None, device: torch.device, n_positions: int) -> RotaryTables | None:

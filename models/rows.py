@@ -1,10 +1,9 @@
 """The rows of a pass in the form that its layers share: by sequence for torch, as one table for our kernels.
 
-Subsets by layer set, rotations and masks are made once per pass. A table (`RowTable`) is for kernels that read the
-buffers of any number of sequences in one call, and nothing in it depends on the context: a row sees a run of slots,
-from the first that its window reaches, and after it a list of slots, nodes of a tree that lie between nodes of other
-branches. So what is moved to a device for each pass is a few numbers per row, and a captured pass takes any rows of any
-buffers.
+Subsets by layer set, rotations and masks are computed once per pass. A table (`RowTable`) is for kernels that read the
+buffers of any number of sequences in one call. Its size does not depend on the context: a row sees a run of slots,
+which begins where its window does, and then a list of single slots, for nodes of a tree between nodes of other
+branches. So a pass uploads only a few numbers per row, and a captured pass can run any rows of any buffers.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from .transfers import uploaded
 Table = NDArray[np.int64]
 Seen = tuple[int, int, list[int]]  # First slot of a contiguous run, its length, and the single slots after it.
 PassKind = Literal["check", "draft", "beside"]
-HeadRows = tuple[str | None, Tensor | None]  # Format of a head (None: its own), and numbers of its rows (None: all).
+HeadRows = tuple[str | None, Tensor | None]  # Format of the LM head (None: as stored), and the rows that it reads.
 
 
 class PassRunner(Protocol):
@@ -55,23 +54,23 @@ class PassRunner(Protocol):
         """Return the wanted logits (rows, vocab) of each pass."""
 
     def taken_experts(self) -> ExpertCounts | None:
-        """Return what rows took of mixtures since the last call; None: nothing, or nothing that is counted."""
+        """Return which experts rows took since the last call; None: none, or they are not counted."""
 
     def read_best(self, logits: Sequence[Tensor], unread: Sequence[Tensor | None]) -> list[list[float]]:
-        """Return the most probable token of each row of several logits, and the numbers of `unread` after each's."""
+        """Return the most probable token of each row, by sequence; a sequence's `unread` numbers follow its tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """What one pass runs over.
+    """The rows of one pass: a chain, or a tree if `visible` is given.
 
-    `is_text`: they are a chain of committed text, which recurrent layers' states are then after.
-
-    `token_ids`, int64 where they are a tensor, go to slots `first_slot`, `first_slot` + 1, …. Without `visible` the
-    rows are a chain: row i is at position `first_slot` + i and sees every slot up to its own. With it, `positions`
-    are given and `visible`, bool (n, newest), says which of the newest slots each row sees; of the slots before these,
-    all see the first `n_read` (None: all). `variants` splits the rows into equal consecutive shares, each leaving out
-    its own layer set; empty means the full model.
+    token_ids: sequence, or int64 (n,). Row i uses slot `first_slot` + i.
+    visible: bool (n, newest), which of the newest slots each row sees. None: the rows are a chain, so that row i is at
+        position `first_slot` + i and sees every slot up to its own.
+    positions: of the rows of a tree.
+    n_read: of the slots before the newest, all rows see the first n_read (None: all).
+    variants: layer sets; the rows are split into as many consecutive parts of equal size. Empty: the full model.
+    is_text: the rows are a chain of committed text, and recurrent states move behind it.
     """
 
     token_ids: Sequence[int] | Tensor
@@ -83,10 +82,7 @@ class Rows:
     is_text: bool = False
 
     def seen(self, device: torch.device | None = None) -> Tensor | None:
-        """Return which slots the rows see, bool (n, first_slot + n), of which `visible` alone is moved to the device.
-
-        None: the rows are a chain.
-        """
+        """Return which slots the rows see, bool (n, first_slot + n), on the device; None: the rows are a chain."""
         if self.visible is None:
             return None
         n, newest = self.visible.shape
@@ -104,12 +100,14 @@ class Rows:
 class Pass:
     """Rows of one sequence to run through a model.
 
-    `buffer` holds the sequence's keys and values; `wanted` are the rows that logits are wanted of (None: all);
-    `capture` is as in `Runtime.forward`. `layers` (first, last): the rows, whose states (rows, hidden_size) after
-    `first` layers are `hidden`, run up to `last` layers only, and logits are read there. `kind` is for whoever runs
-    several sequences, and changes no number: "check" is a round's pass of the target, "draft" one that its draft takes,
-    "beside" one that reads a prompt or scores a window. With `reads_coded` the rows, which see all slots before the
-    newest, read the first of these from copies in 4 bits, where their buffer has such: a draft's.
+    buffer: the sequence's keys and values.
+    wanted: the rows whose logits are returned (None: all).
+    capture: as in `Runtime.forward`.
+    layers, hidden: run only layers first … last - 1, from `hidden` (rows, hidden_size), the states before them.
+    kind: for the engine that runs several sequences: "check" is a target's pass over a draft, "draft" a pass of a
+        draft, "beside" one that reads a prompt or scores a window. It changes no result.
+    reads_coded: attention may read the buffer's copies in 4 bits of old slots; only drafts do, and their rows must see
+        all slots before the newest.
     """
 
     runtime: PassRunner
@@ -127,19 +125,20 @@ class Pass:
         return (yield self)
 
 
-# How a sub-layer is run (None: as the model does), and the indices of the variants that run it so.
+# The forms in which a sub-layer runs (None: the model's own), and the indices of the variants that run each.
 Groups = tuple[tuple[PartForm | None, frozenset[int]], ...]
 
-Kept = tuple[Mapping[Kind, Groups], ...]
+Kept = tuple[Mapping[Kind, Groups], ...]  # By layer and kind of sub-layer.
 
 
 @lru_cache(maxsize=64)
 def keepers(n_layers: int, variants: tuple[LayerSet, ...], givers: frozenset[int]) -> Kept:
-    """Per layer which variants run its attention and which its MLP, by form; without any, one runs all.
+    """Return by layer which variants run its attention and its MLP, in which form; without variants, the full model.
 
-    Attention of `givers` is never left out: the layers that read its keys would read those of other rows.
+    Args: givers: layers whose keys and values other layers read. Their attention is never skipped, because those
+          layers would then read other rows' keys.
     """
-    sets = [one.keeping_attn(givers) for one in variants or (LayerSet(n_layers),)]
+    sets = [layer_set.keeping_attn(givers) for layer_set in variants or (LayerSet(n_layers),)]
     return tuple({kind: _groups(kind, layer, sets) for kind in KINDS} for layer in range(n_layers))
 
 
@@ -158,14 +157,14 @@ class PassPlan:
         self.runtime, self.rows, self.buffer = runtime, rows, buffer
         self.first, self.n = first, len(rows.token_ids)  # Index in the forward pass of this pass's first row.
         self.end = rows.first_slot + self.n
-        self.every = frozenset(range(max(1, len(rows.variants))))
-        self.share = self.n // len(self.every)
+        self.every = frozenset(range(max(1, len(rows.variants))))  # The indices of all variants.
+        self.share = self.n // len(self.every)  # Rows of each variant.
         self.kept = keepers(runtime.n_layers, rows.variants, runtime.givers)
         self._groups: dict[Hashable, RowGroup] = {}
         self._indices: dict[tuple[frozenset[int], torch.device], Tensor] = {}
 
     def row_index(self, variants: frozenset[int], device: torch.device) -> Tensor:
-        """int64, the rows of those variants in order."""
+        """Return the indices of the rows of some variants in order, int64 (n,)."""
         key = (variants, device)
         if key not in self._indices:
             shares = [torch.arange(v * self.share, (v + 1) * self.share, device=device) for v in sorted(variants)]
@@ -206,7 +205,7 @@ class PassPlan:
         return RowGroup(rotation, spans, start, self.end, mask, before, seen, self.rows.is_text)
 
     def slots_before(self, n: int, device: torch.device) -> Tensor:
-        """Return the slots of the last `n` tokens that each row sees, its own last: int64 (rows, n), -1 before all."""
+        """Return the slots of the last `n` tokens that each row sees, its own last: int64 (rows, n), -1: no token."""
         slots_of_rows = torch.arange(self.rows.first_slot, self.end)[:, None]
         if self.rows.visible is None:
             return (slots_of_rows + torch.arange(1 - n, 1)).clamp(min=-1).to(device)
@@ -216,7 +215,7 @@ class PassPlan:
         return padded.topk(n, dim=1).values.flip(1).to(device)
 
     def _mask(self, block: Block) -> tuple[int, Tensor | None]:
-        """First slot to read and the additive mask over the slots from there, for all rows."""
+        """Return the first slot to read and the additive mask over the slots from there, for all rows."""
         if self.rows.visible is None and self.n == 1:
             return (0 if block.window is None else max(0, block.window.oldest(self.end - 1))), None
         return 0, self.mask(block.window, block.device)
@@ -235,7 +234,7 @@ class PassPlan:
 
 
 def plans_of(runtime: PassRunner, passes: Sequence[Pass]) -> list[PassPlan]:
-    """Return the plan of each pass; its rows lie after those of the passes before it."""
+    """Return the plan of each pass; in the forward pass its rows follow those of earlier passes."""
     plans: list[PassPlan] = []
     for pass_ in passes:
         first = plans[-1].first + plans[-1].n if plans else 0
@@ -265,8 +264,8 @@ class BufferPlan:
 
     def rows(self, block: Block, members: Sequence[Member]) -> BufferRows:
         """Return the rows of `members` as `block` sees them."""
-        some = tuple((plan.first, variants) for plan, variants in members)
-        key = some, block.row_form
+        member_key = tuple((plan.first, variants) for plan, variants in members)
+        key = member_key, block.row_form
         if key not in self._rows:
             groups = [(plan.group(block, member_rows), cast(KVBuffer, plan.buffer)) for plan, member_rows in members]
             self._rows[key] = BufferRows(groups)
@@ -274,13 +273,13 @@ class BufferPlan:
 
 
 def read_together(*parts: Tensor | None) -> list[list[float]]:
-    """Return the numbers of all parts, in one transfer from their device; none of a part that is None."""
+    """Return the numbers of each part, in one transfer from their device; [] for a part that is None."""
     numbers = iter(torch.cat([part.flatten().double() for part in parts if part is not None]).tolist())
     return [[] if part is None else list(islice(numbers, part.numel())) for part in parts]
 
 
 def best_of(logits: Tensor) -> Tensor:
-    """Return the first most probable token of each row of `logits` (rows, vocab): int64 (rows,), on the device."""
+    """Return the most probable token of each row of `logits` (rows, vocab), int64 (rows,); of equal ones the first."""
     return logits.max(dim=-1).indices  # Same as argmax, but 4 to 7 times faster in bfloat16 on a CPU.
 
 
@@ -291,8 +290,9 @@ class TableFullError(ValueError):
 class RowTable:
     """Makes tables of rows; field numbers are those of `kernels.device`.
 
-    Args: width: rows that each table has (None: as many as are in it). n_slots: no row sees more. longest: slots that
-          lists have room for. Without a width, the latter two and `n_tiles` are those of the table that was made last.
+    Args: width: number of rows of each table (None: as many as it needs). n_slots: bound of the slots that a row sees.
+          longest: number of slots in a list. Without a width, `n_slots`, `longest` and `n_tiles` are those of the last
+          table.
     """
 
     def __init__(self, runtime: PassRunner, width: int | None = None, n_slots: int = 0, longest: int = 0) -> None:
@@ -307,9 +307,9 @@ class RowTable:
         return self.field(len(self.windows))
 
     def made(self, members: Sequence[Member], device: torch.device) -> Table:
-        """Return the table (fields, rows) of passes, or of their rows of some variants.
+        """Return the table (fields, rows) of the members' rows.
 
-        Raises: TableFullError: there are more rows than `width`, or a list has no room.
+        Raises: TableFullError: there are more rows than `width`, or a list is longer than `longest`.
         """
         rows = [_Rows(plan, _chosen(plan, variants)) for plan, variants in members]
         seen = [[slots for sequence in rows for slots in sequence.seen(window)] for window in self.windows]
@@ -333,17 +333,17 @@ class RowTable:
             part[kernels.CAPACITY] = sequence.buffer.capacity
         table[kernels.BUFFER, n:], table[kernels.CAPACITY, n:] = table[kernels.BUFFER, 0], table[kernels.CAPACITY, 0]
         ends = {at for at in np.cumsum([len(sequence.chosen) for sequence in rows]).tolist()}
-        for view, own_seen in enumerate(seen):
+        for view, seen_of_rows in enumerate(seen):
             part = table[self.field(view) :]
-            for row, (start, run, slots) in enumerate(own_seen):
+            for row, (start, run, slots) in enumerate(seen_of_rows):
                 part[: kernels.TILE_FIRST, row] = start, run, len(slots)
                 part[kernels.LIST : kernels.LIST + len(slots), row] = slots
-            tiles = self._tiles(own_seen, ends)
+            tiles = self._tiles(seen_of_rows, ends)
             part[kernels.TILE_FIRST, : len(tiles)] = [first for first, _ in tiles]
             part[kernels.TILE_COUNT, : len(tiles)] = [last - first for first, last in tiles]
             if self.width is None:
                 self.n_tiles[view] = len(tiles)
-                self.n_slots = max(self.n_slots, *(run + len(slots) for _, run, slots in own_seen))
+                self.n_slots = max(self.n_slots, *(run + len(slots) for _, run, slots in seen_of_rows))
                 self.n_positions = int(table[kernels.POSITION].max()) + 1
         return table
 
@@ -351,7 +351,7 @@ class RowTable:
         return kernels.ROW_FIELDS + view * (kernels.LIST + self.longest)
 
     def _tiles(self, seen: Sequence[Seen], ends: set[int]) -> list[tuple[int, int]]:
-        """Cut rows into tiles: of one row, or of several of one sequence that see runs from one slot on."""
+        """Cut rows into tiles (first, last): single rows, or rows of one sequence whose runs begin at the same slot."""
         cuts = [0]
         for row in range(1, len(seen)):
             (start, _, slots), (before, _, listed) = seen[row], seen[row - 1]
@@ -401,7 +401,7 @@ def _chosen(plan: PassPlan, variants: frozenset[int]) -> NDArray[np.int64]:
 class TableRows:
     """Rows in a table for the kernels, for layers with the same device, window and rotation; see `blocks.LayerRows`.
 
-    The kernel that writes the keys rotates them, and the queries, where it can.
+    The kernel that stores keys and values also rotates keys and queries, if it supports the rotation.
     """
 
     rotation: RotaryTables | None = None
@@ -439,7 +439,7 @@ class TableRows:
 class TablePlan:
     """Data shared by the layers of a forward pass when kernels read tables: one table per subset of its rows.
 
-    Args: table, data: one made before, which is used for all subsets.
+    Args: table, data: a table to use for all subsets, and its numbers on the device (None: tables are made).
     """
 
     def __init__(self, runtime: PassRunner, table: RowTable | None = None, data: Tensor | None = None) -> None:
@@ -450,10 +450,10 @@ class TablePlan:
 
     def rows(self, block: Block, members: Sequence[Member]) -> TableRows:
         """Return the rows of `members` as `block` sees them."""
-        some = (block.device, tuple((plan.first, variants) for plan, variants in members))
-        key = (some, block.window, block.layer_type)
+        table_key = (block.device, tuple((plan.first, variants) for plan, variants in members))
+        key = (table_key, block.window, block.layer_type)
         if key not in self._rows:
-            self._rows[key] = TableRows(self._runtime, *(self._given or self._table(some, block, members)), block)
+            self._rows[key] = TableRows(self._runtime, *(self._given or self._table(table_key, block, members)), block)
         return self._rows[key]
 
     def _table(self, key: Hashable, block: Block, members: Sequence[Member]) -> tuple[RowTable, Tensor]:
@@ -467,7 +467,7 @@ SharedRows = BufferPlan | TablePlan  # Row data shared by all layers of a forwar
 
 
 def by_form(plans: Sequence[PassPlan], layer: int, kind: Kind) -> dict[PartForm | None, list[Member]]:
-    """Return a sub-layer's rows by the form that their layer sets compute it in; None: the model's own."""
+    """Return the rows that run a sub-layer, by the form in which their layer set runs it (None: the model's own)."""
     members: dict[PartForm | None, list[Member]] = {}
     for plan in plans:
         for form, variants in plan.kept[layer][kind]:

@@ -1,4 +1,4 @@
-"""Copies numbers to a device and from it without waiting for what it computes."""
+"""Copies numbers to and from a device without waiting for its earlier work."""
 
 from __future__ import annotations
 
