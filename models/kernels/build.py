@@ -1,8 +1,7 @@
 """Finds and loads the library of our C++ kernels: from the wheel, or compiled once per machine.
 
-It is plain C++ behind a C interface that needs no C++ library, so that it depends on no version of torch or Python.
-Where the wheel has none for a processor, a compiler that is called c++, g++ or clang++ (or that CXX names) makes it,
-and it is kept in the cache.
+The library has a C interface and needs no C++ runtime, so it fits all versions of torch and Python. If the wheel has no
+library for the processor, it is compiled with the compiler in CXX, or with c++, g++ or clang++, and kept in the cache.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from ..cache import cache_root, replacing
 from . import layout
 from .levels import BUILT, FLAGS, FOLDER, LEVELS, MATHS, SOURCES, TILES, library_name, options
 
-FORCED = "SWIFTOPT_KERNELS"  # Environment variable: a level of `LEVELS`, "auto", or "torch" to use none of our kernels.
+FORCED = "SWIFTOPT_KERNELS"  # Environment variable: a level of `LEVELS`, "auto", or "torch" for torch's own kernels.
 # Environment variable: compile with this compiler (or with c++, g++ or clang++ if "auto") instead of using the wheel's
 # library.
 COMPILER = "SWIFTOPT_CXX"
@@ -37,7 +36,7 @@ COMPILE_S = 900  # Time limit for compiling the kernels: on a loaded machine the
 # (outputs, inputs) of the MLP maps of a 1.5B model, used to measure a level's speed.
 SHAPES = ((8960, 1536), (1536, 8960))
 ROWS = (1, 8)  # Row counts at which a level's speed is measured.
-CLEARLY = 1.2
+CLEARLY = 1.2  # A lower level is preferred only if it is faster by this factor.
 _POINTER, _INT32, _INT64 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
 # Return and argument types of the library's functions, by name without the prefix `swiftopt_`.
 FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
@@ -49,7 +48,7 @@ FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "coded_unit": (_INT64, [_INT32, ctypes.POINTER(_INT32)]),
     "code_slots": (ctypes.c_int, [*[_POINTER] * 3, _INT64, _INT64, *[_INT32] * 6]),
 }
-# What compilers write into each library: GCC its name and version, clang and zig, which is a clang, theirs.
+# The compiler's name and version, which GCC and clang (and zig, which is a clang) write into a library.
 _COMPILERS = re.compile(rb"(GCC): \([^)]*\) ([\d.]+)|(clang) version ([\d.]+)")
 Speeds = dict[str, dict[str, float]]  # Implementation -> "outputs x inputs, rows" -> GB/s.
 
@@ -79,9 +78,9 @@ class Kernels:
 
 @cache
 def kernels(level: str | None = None) -> Kernels | str:
-    """Return the library at the best level of this processor and compiler, or at a given one; else why there is none.
+    """Return the library of the best level that processor and compiler support, or of `level`; else why there is none.
 
-    Raises: SettingsError: SWIFTOPT_KERNELS or `level` is no level, or one that this processor has not.
+    Raises: SettingsError: SWIFTOPT_KERNELS or `level` is unknown, or not supported by this processor.
     """
     level_asked = level or os.environ.get(FORCED) or "auto"
     if level_asked == "torch":
@@ -117,19 +116,19 @@ def processor_flags() -> frozenset[str]:
     if platform.machine() != "x86_64":
         return frozenset()
     flags = frozenset(cpu_words("flags").split())
-    return flags if flags.isdisjoint(TILES) or _granted_tiles() else flags.difference(TILES)
+    return flags if flags.isdisjoint(TILES) or _enable_tiles() else flags.difference(TILES)
 
 
-def _granted_tiles() -> bool:
-    """Ask Linux for permission to use AMX tiles; it is denied to processes that have not asked."""
+def _enable_tiles() -> bool:
+    """Ask Linux for permission to use AMX tiles, whose instructions fail without it; return whether it is given."""
     arch_prctl, request, tiles = 158, 0x1023, 18  # x86-64 syscall, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA.
     return bool(ctypes.CDLL(None).syscall(arch_prctl, request, tiles) == 0)
 
 
 def compiled_levels() -> list[str]:
     """Levels that this processor supports and whose library exists, the highest first."""
-    able = [name for name, level in LEVELS.items() if level.needs <= processor_flags()]
-    return [name for name in able if any(os.path.isfile(place / _library(name)) for place in _places())]
+    supported = [name for name, level in LEVELS.items() if level.needs <= processor_flags()]
+    return [name for name in supported if any(os.path.isfile(place / _library(name)) for place in _places())]
 
 
 def _library(name: str) -> str:
@@ -159,9 +158,9 @@ def _loaded(name: str) -> Kernels:
     try:
         return _compiled(name, path)
     except OSError:
-        # The cache cannot be written: compile the library into a temporary folder, for this process alone.
-        with tempfile.TemporaryDirectory(prefix="swiftopt-kernels-") as aside:
-            return _compiled(name, Path(aside) / path.name)
+        # The cache cannot be written: compile the library into a temporary folder, for this process only.
+        with tempfile.TemporaryDirectory(prefix="swiftopt-kernels-") as temporary:
+            return _compiled(name, Path(temporary) / path.name)
 
 
 def _compiled(name: str, path: Path) -> Kernels:
@@ -212,7 +211,7 @@ def _opened(level: str, path: Path) -> Kernels:
         library = ctypes.CDLL(str(path))
         sizes = (ctypes.c_int32 * len(layout.STRUCTURES))()
         library.swiftopt_sizes(sizes)
-        if list(sizes) != [ctypes.sizeof(one) for one in layout.STRUCTURES]:
+        if list(sizes) != [ctypes.sizeof(structure) for structure in layout.STRUCTURES]:
             raise _NoLibrary(f"{path} does not fit this version of swiftopt: remove it")
         functions = {name: getattr(library, f"swiftopt_{name}") for name in FUNCTIONS}
     except (OSError, AttributeError) as error:
@@ -223,7 +222,7 @@ def _opened(level: str, path: Path) -> Kernels:
 
 
 def at_rows(speeds: Speeds, way: str, rows: int) -> float:
-    """Return an implementation's GB/s over all shapes, the same number of weight bytes counted for each shape."""
+    """Return an implementation's mean GB/s over all shapes, each counted with the same number of weight bytes."""
     speeds_at_rows = [speed for case, speed in speeds[way].items() if case.endswith(f", {rows}")]
     return len(speeds_at_rows) / sum(1 / speed for speed in speeds_at_rows)
 

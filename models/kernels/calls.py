@@ -1,4 +1,4 @@
-"""Calls the kernels' library (`pass.cpp`) with torch's tensors: runs of steps, a linear map, the likeliest tokens."""
+"""Calls the kernels' library (`pass.cpp`) with torch's tensors: to run steps or a linear map, or for likely tokens."""
 
 from __future__ import annotations
 
@@ -54,9 +54,10 @@ def run(
     indices: Sequence[Tensor | None],
     n_threads: int | None = None,
 ) -> None:
-    """Run steps on the rows of `hidden`; `indices` (int32 each, ascending) are the rows of each list, None for all.
+    """Run steps on `hidden` (rows, hidden_size), in place.
 
-    Raises: MemoryError: the rows need more than there is. SettingsError: no thread could be started.
+    Args:   indices: the rows of each row list, int32 in ascending order (None: all rows).
+    Raises: MemoryError: the pass needs more memory than there is. SettingsError: no further thread could be started.
     """
     if not hidden.is_contiguous():
         raise ValueError("the states of a pass must lie together")
@@ -76,7 +77,7 @@ def run(
 
 
 def likeliest(kernels: Kernels, logits: Tensor) -> tuple[list[int], list[float]]:
-    """Return the most probable token of each row of `logits` (rows, vocab), and its log probability; copies nothing."""
+    """Return the most probable token of each row of `logits` (rows, vocab), and its log probability."""
     token_ids, logprobs = (ctypes.c_int64 * len(logits))(), (ctypes.c_double * len(logits))()
     best_to(kernels, logits, token_ids, logprobs)
     return list(token_ids), list(logprobs)

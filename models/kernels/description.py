@@ -38,12 +38,12 @@ FINEST = min(GROUPS)  # Smallest number of inputs of a row that share an activat
 
 
 class ModelDescription:
-    """What the library reads of a model; its addresses are wrong once weights have moved in memory.
+    """The structures by which the library reads a model. They are invalid once weights have moved in memory.
 
-    `ends`: of the layers that end with more than their sub-layers; `inputs`: what makes their vectors, None: nothing
-    does; `norm`: the final one.
+    `ends` has the layers with a `LayerEnding`, by index. `inputs` computes per-layer inputs; None: the model has none.
+    `norm` is the final norm.
 
-    Raises: Unsupported: the model has something that the kernels do not compute.
+    Raises: Unsupported: the kernels do not support a part of the model.
     """
 
     def __init__(self, runtime: Runtime) -> None:
@@ -56,19 +56,19 @@ class ModelDescription:
         self._parts: dict[tuple[str, int, PartForm | None], list[ctypes.Structure]] = {}
         self._norms: list[NormForm] = []
         self._held: list[Any] = []  # Tensors and arrays that parts point to.
-        self._of_heads: dict[Any, tuple[Any, Any]] = {}  # Arrays of each head's maps, by the map of a latent.
+        self._of_heads: dict[Any, tuple[Any, Any]] = {}  # Map from a latent -> arrays of the maps of each head.
         for block in runtime.blocks:
             for kind in block.kinds:
                 self.parts_of(kind, block.index, None)
-        how = self.norm_of, self.map_of
+        describe = self.norm_of, self.map_of
         ends = {block.index: block.end for block in runtime.blocks if block.end is not None}
-        self.ends = {layer: end_of(end, *how, self._activation) for layer, end in ends.items()}
-        self.inputs = None if runtime.layer_inputs is None else inputs_of(runtime.layer_inputs, *how)
+        self.ends = {layer: end_of(end, *describe, self._activation) for layer, end in ends.items()}
+        self.inputs = None if runtime.layer_inputs is None else inputs_of(runtime.layer_inputs, *describe)
         self.norm = self.norm_of(runtime.final_norm)
         self._head = self.map_of(runtime.head_module(None))
 
     def parts_of(self, kind: Kind, layer: int, form: PartForm | None) -> list[ctypes.Structure]:
-        """Describe a sub-layer: one structure, or two where a mixer stands beside attention."""
+        """Describe a sub-layer: one structure, or two if a mixer runs in parallel to attention."""
         key = (kind, layer, form)
         if key not in self._parts:
             block = self.runtime.blocks[layer]
@@ -94,14 +94,14 @@ class ModelDescription:
         if width > WIDEST_HEAD or heads % kv_heads:
             raise Unsupported(f"attention with {heads} heads of {width} over {kv_heads} is computed by torch")
         groups, sizes = block.heads.n_groups, block.heads.latent
-        if sizes is not None:  # All queries, and the key that is the value, too.
+        if sizes is not None:  # The queries, then one key, which is also the value.
             places = (0, 0, heads * width, 0, 0, 0)
         elif block.heads.grouped:
             step = (groups + 2) * width
             places = (0, step, groups * width, step, (groups + 1) * width, step)
         else:
-            queries = (1 + block.heads.gated) * heads  # With their gates.
-            values = queries + kv_heads * (block.heads.projected > 2)  # Else they are the keys.
+            queries = (1 + block.heads.gated) * heads  # Gates included.
+            values = queries + kv_heads * (block.heads.projected > 2)  # Without their projection, they are the keys.
             places = (0, queries // kv_heads * width, queries * width, width, values * width, width)
 
         def head_norm(module: Any, n_heads: int) -> layout.Norm:
@@ -136,14 +136,14 @@ class ModelDescription:
         )
 
     def _latents_of(self, block: Block, parts: LayerModules) -> tuple[layout.Map, int | None, int | None]:
-        """Describe the map from the queries' latent, and where those of each head are, to and from the other latent."""
+        """Describe the map from the queries' latent; return it, and where the heads' maps of the other latent are."""
         if block.heads.latent is None:
             return layout.Map(), None, None
         of_queries, both = parts.latents
         if both not in self._of_heads:
             self._of_heads[both] = maps_by_head(block.heads, both, self.runtime.dtype, self._kept)
-        at = (ctypes.addressof(maps) for maps in self._of_heads[both])
-        return layout.Map() if of_queries is None else self.map_of(of_queries), next(at), next(at)
+        keys_at, values_at = (ctypes.addressof(maps) for maps in self._of_heads[both])
+        return layout.Map() if of_queries is None else self.map_of(of_queries), keys_at, values_at
 
     def _mixer_of(self, block: Block, parts: LayerModules) -> layout.Convolution | layout.Recurrence:
         for module in filter(None, (parts.conv, parts.inner_norm)):
@@ -196,7 +196,7 @@ class ModelDescription:
             refuse_hooks(module)
         router, experts = mlp.get_submodule(named.router), mlp.get_submodule(named.experts)
         shared = submodule(mlp, named.shared)
-        # Shared experts have gate and up as two maps, so that these are described as two of all others, too.
+        # A shared expert has gate and up as two maps, so all experts are then described with two.
         family = self.runtime.family
         into, out = maps_of(experts, named, self.runtime.dtype, shared is not None, self._kept, family.gated)
         n_experts, n_inner = len(out), out[0].n_in
@@ -204,22 +204,24 @@ class ModelDescription:
         if named.clamped:
             activation.activation, activation.curve[:2] = layout.CLAMPED, (experts.limit, experts.alpha)
         if shared is not None:
-            own_into = [getattr(shared, name) for name in family.mlp_in]
-            joint = family.gated and len(own_into) == 1
-            into += halves_of(own_into[0]) if joint else [self.map_of(one) for one in own_into]
+            shared_into = [getattr(shared, name) for name in family.mlp_in]
+            joint = family.gated and len(shared_into) == 1
+            into += halves_of(shared_into[0]) if joint else [self.map_of(module) for module in shared_into]
             out.append(self.map_of(getattr(shared, family.mlp_out)))
         gate = submodule(mlp, named.shared_gate)
         choosing = choosing_of(self.runtime.config, mlp, named, n_experts)
-        share = 0.5 if is_mean(self.runtime.config) else 1.0  # Of a layer's output, for chosen and for shared experts.
+        share = 0.5 if is_mean(self.runtime.config) else 1.0  # Factor of chosen experts, and of the shared one.
         choosing.scale *= share
         weight = self._kept(router.weight)
         correction = self._kept(correction_of(mlp))
         bias = self._kept(getattr(router, "bias", None))
         maps = (layout.Map * len(into))(*into), (layout.Map * len(out))(*out)
         self._held.append(maps)
-        every = [*into, *out]
-        some = {name: next((at for one in every if (at := getattr(one, name))), None) for name in ("scales", "order")}
-        widest = layout.Map(n_in=max(one.n_in for one in every), **some)
+        all_maps = [*into, *out]
+        pointers = {
+            name: next(filter(None, (getattr(map_, name) for map_ in all_maps)), None) for name in ("scales", "order")
+        }
+        widest = layout.Map(n_in=max(map_.n_in for map_ in all_maps), **pointers)
         apart = apart_of(mlp, self.norm_of, self._kept)
         return layout.Mixture(
             *(self.norm_of(norm) for norm in (parts.mlp_norm or getattr(mlp, "before", None), parts.mlp_post)),
@@ -244,15 +246,15 @@ class ModelDescription:
         )
 
     def _kept(self, tensor: Any) -> Any:
-        """Return a tensor, which lives as long as what describes the model to the library."""
+        """Return a tensor after keeping a reference to it, because structures hold only its address."""
         if tensor is not None:
             self._held.append(tensor)
         return tensor
 
     def norm_of(self, module: Any, width: int | None = None, n_heads: int = 0) -> layout.Norm:
-        """Describe a norm of `width` values, None: as many as a hidden state has.
+        """Describe a norm of `width` values (None: the hidden size).
 
-        Args: n_heads: of a norm by head, which may have weights of its own for each; 0: it is of all values together.
+        Args: n_heads: for a norm by head, which may have a weight for each head; 0: it is a norm of all values.
         """
         if module is None:
             return layout.Norm(None, None, 0.0, layout.NO_NORM)

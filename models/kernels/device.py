@@ -1,12 +1,12 @@
-"""Our kernels for CUDA devices, in Triton: linear maps and norms of rows that do not depend on one another.
+"""Our kernels for CUDA devices, in Triton: linear maps and norms in which rows do not affect each other.
 
-Torch's kernels choose how they sum by the number of rows, so that a token that is checked among others may differ
-from the same token alone. These sum each row in one order, which depends only on shapes of weights and on the row's own
-length: products go through tiles of `TILE` rows whatever their number, and attention (`device_attention.py`) through
-`SPLIT` slots at a time. A pass of several rows then gives the bits of passes of one row.
+Torch's kernels choose the order of a sum by the number of rows, so a token that is verified among others may get other
+bits than alone. Our kernels sum each row in an order that depends only on the shapes of weights and on the length of
+the row's text: products use tiles of `TILE` rows whatever their number, and attention (`device_attention.py`) takes
+`SPLIT` slots at a time. So a pass over several rows gives the same bits as one pass for each row.
 
-Maps by codes are in `device_codes.py`. The maps of experts, of which each row takes others, go through the same
-products (`device_experts.py`).
+Linear maps with quantised weights are in `device_codes.py`. The maps of experts use the same products
+(`device_experts.py`).
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from torch import Tensor
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 TILE = 16  # Rows per tile of a product: the minimum for tensor cores.
-# Rows per tile of a map over more than `TILE` rows. Tiles of 64 would be multiplied by another instruction, in another
+# Rows per tile of a map over more than `TILE` rows. Tiles of 64 rows would use an instruction that sums in another
 # order.
 WIDE_TILE = 32
 SILU, GELU_TANH, CLAMPED = range(3)  # Activations of a gate.
-GATED = 1024  # Outputs of a gate that a Triton program computes.
+GATED = 1024  # Gated outputs per Triton program.
 OUTPUTS, INPUTS = 64, 128  # Tile of a weight that a Triton program reads per step.
 PROGRAMS = 200  # Split a map's inputs to get at least this many Triton programs: an H200 has 132 multiprocessors.
 CONVERTING = 800  # The same minimum for weights that are converted to the inputs' type, such as fp8.
-MOST_PARTS = 16  # Maximum number of partial sums that a map's inputs are split into.
+MOST_PARTS = 16  # Most partial sums that a map's inputs are split into.
 Others = ParamSpec("Others")
 Found = TypeVar("Found")
 
@@ -46,10 +46,10 @@ if importlib.util.find_spec("triton") is not None:
         x, weight, out, order, tiles, n_tiles, n_rows, n_in, n_out, x_stride, w_stride, w_step, expert_stride,
         TAKEN: tl.constexpr, ROWS_: tl.constexpr, OUTPUTS: tl.constexpr, READ: tl.constexpr, STEPS: tl.constexpr,
     ):  # fmt: skip
-        # Programs that differ in their rows alone come one after the other: a weight that one has read is in the cache.
+        # Programs that differ only in their rows run one after the other, so the weight is in the cache for the others.
         rows = tl.program_id(0) * ROWS_ + tl.arange(0, ROWS_)
         is_row, read_rows = rows < n_rows, rows
-        if TAKEN:  # A tile has rows that took one expert; TAKEN of them in `out` are of one row of `x`.
+        if TAKEN:  # A tile has rows of one expert. Each row of `x` has TAKEN rows in `out`.
             tile = tl.program_id(0)
             count = tl.load(tiles + 2 * n_tiles + tile)
             if count <= 0:
@@ -139,15 +139,15 @@ if importlib.util.find_spec("triton") is not None:
         up = tl.load(x + row * 2 * n + ups, mask=mask, other=0.0).to(tl.float32)
         wide = gate.to(tl.float32)
         z = wide
-        if ACTIVATION == 1:  # GELU's approximation is a sigmoid, too: (1 + tanh(z / 2)) / 2 is that of z.
+        if ACTIVATION == 1:  # The tanh of GELU is written as a sigmoid: (1 + tanh(z / 2)) / 2 = sigmoid(z).
             z = 1.5957691216057308 * (wide + 0.044715 * wide * wide * wide)
         if ACTIVATION == 2:
             wide = tl.minimum(wide, limit)
             z = slope * wide
             up = 1.0 + tl.minimum(tl.maximum(up, -limit), limit)
-        small = tl.exp(-tl.abs(z))  # An exponential of a positive number could overflow.
+        small = tl.exp(-tl.abs(z))  # The exponential of a positive number could overflow.
         wide = wide * tl.where(z >= 0.0, 1.0, small) / (1.0 + small)
-        # Round as torch does, which writes the activation first.
+        # Torch stores the activation before it multiplies, so it is rounded here, too.
         tl.store(out + row * n + at, (wide.to(gate.dtype).to(tl.float32) * up).to(gate.dtype), mask=mask)
 
 
@@ -155,8 +155,8 @@ if importlib.util.find_spec("triton") is not None:
 def obstacle() -> str | None:
     """Return why the kernels cannot run on this machine, in words; None: they can.
 
-    Triton compiles what launches a kernel as an extension module of Python, in C, when the kernel first runs. It takes
-    the program that CC names, gcc or clang.
+    When a kernel first runs, Triton compiles its launcher, an extension module of Python in C. It uses the compiler
+    that CC names, or else gcc or clang.
     """
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed: pip install triton"
@@ -173,7 +173,7 @@ def obstacle() -> str | None:
 
 
 def _scheme() -> str:
-    """Return sysconfig's scheme for the folder of Python's headers; Triton uses the same one."""
+    """Return sysconfig's scheme for the folder of Python's headers, as Triton chooses it."""
     scheme = sysconfig.get_default_scheme()
     return "posix_prefix" if scheme == "posix_local" else scheme
 
@@ -195,9 +195,9 @@ def on_its_device(
 
 
 def split_inputs(n_out: int, outputs: int, n_in: int, read: int, programs: int) -> tuple[int, int]:
-    """Return the steps of `read` inputs per partial sum, and the number of partial sums, by the weight's shape alone.
+    """Return the steps of `read` inputs per partial sum, and the number of partial sums, from the weight's shape alone.
 
-    Args: programs: the number of Triton programs wanted at least.
+    Args: outputs, read: tile of the weight per step. programs: the least number of Triton programs.
     """
     n_parts = min(MOST_PARTS, -(-programs // -(-n_out // outputs)), -(-n_in // read))
     steps = -(-n_in // (n_parts * read))
@@ -207,13 +207,14 @@ def split_inputs(n_out: int, outputs: int, n_in: int, read: int, programs: int) 
 def sum_parts(
     parts: Tensor, scales: Tensor | None, bias: Tensor | None, dtype: torch.dtype, experts: Tensor | None = None
 ) -> Tensor:
-    """Return the sum (rows, out) of partial sums (parts, rows, out), times scales (out,), and with a bias (out,).
+    """Add up partial sums (parts, rows, out), multiply by scales (out,), and add a bias (out,); return (rows, out).
 
-    Args: experts: of each row or choice, int32; the bias is then (experts, out).
+    Args: experts: the expert of each row, int32 (rows,); the bias is then (experts, out).
     """
     n_parts, n_rows, n_out = parts.shape
     out = torch.empty((n_rows, n_out), dtype=dtype, device=parts.device)
-    scales_at, bias_at, experts_at = (out if one is None else one for one in (scales, bias, experts))
+    # `out` stands for tensors that are missing: Triton needs an address.
+    scales_at, bias_at, experts_at = (out if tensor is None else tensor for tensor in (scales, bias, experts))
     _joined[(-(-n_out // 256), n_rows)](
         parts, scales_at, bias_at, experts_at, out, n_rows, n_out, N_PARTS=n_parts, HAS_SCALES=scales is not None,
         HAS_BIAS=bias is not None, BY_EXPERT=bias is not None and experts is not None, OUTPUTS=256,
@@ -229,10 +230,10 @@ def linear(
     scales: Tensor | None = None,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Return the linear map (rows, out) of `x` (rows, in) by a weight (out, in) of any strides; sums are in float32.
+    """Apply a linear map to `x` (rows, in), summing in float32; return (rows, out).
 
-    Args: weight: of the type of `x`, or float8_e4m3fn, which is read as that. scales: float32, one for each output.
-          dtype: of what is returned; None: that of `x`.
+    Args: weight: (out, in) with any strides, in the dtype of `x` or in float8_e4m3fn. bias: (out,). scales: float32
+          (out,), factors of the outputs. dtype: of the result (None: that of `x`).
     """
     x = x.contiguous()
     (n_rows, n_in), n_out = x.shape, weight.shape[0]
@@ -253,16 +254,17 @@ def linear(
 def expert_parts(
     x: Tensor, weight: Tensor, order: Tensor, tiles: Tensor, n_chosen: int, dtype: torch.dtype = torch.float32
 ) -> Tensor:
-    """Return partial sums (parts, choices, out) of the maps of experts, (experts, out, in) of any strides.
+    """Apply the maps of experts, (experts, out, in) with any strides; return partial sums (parts, choices, out).
 
-    An expert's weight is read for all rows that took it, and that of an expert that no row took is not read.
+    A choice is a row with one of its experts. An expert's weight is read once for all rows that take it, and not at
+    all if no row does.
 
-    Args: x: (rows, in), or (choices, in): of each choice of each row. order, tiles: as `device_experts.shared_out`
-          makes them. n_chosen: experts that a row takes. dtype: of sums in one part; several are in float32.
+    Args: x: (rows, in) or (choices, in). order, tiles: as `device_experts.shared_out` returns them. n_chosen: experts
+          that a row takes. dtype: of the sums if there is one part; several parts are float32.
     """
     x = x.contiguous()
     (n_rows, n_in), n_out, n_choices = x.shape, weight.shape[1], len(order)
-    # A row's experts are so many weights at least: their number belongs to the shapes by which a row is summed.
+    # At least n_chosen weights are read, so each needs fewer programs. The number must not depend on other rows.
     steps, n_parts = split_inputs(n_out, OUTPUTS, n_in, INPUTS, -(-PROGRAMS // n_chosen))
     parts = torch.empty((n_parts, n_choices, n_out), dtype=dtype if n_parts == 1 else torch.float32, device=x.device)
     _dense[(tiles.shape[1], -(-n_out // OUTPUTS), n_parts)](
@@ -278,8 +280,7 @@ def norm(
 ) -> Tensor:
     """Return a norm over the last dimension of `x` (…, n): LayerNorm if `centred`, else an RMS norm.
 
-    Args: plus_one: the weight is one more than what is stored (Gemma's). wide: an RMS norm is rounded behind the
-          weight alone (OLMo 2's).
+    Args: plus_one: the factor is 1 + weight (Gemma). wide: an RMS norm is rounded only after the weight (OLMo 2).
     """
     return _normed(x.contiguous(), None, weight, bias, eps, centred, plus_one, wide)[1]
 
@@ -289,7 +290,7 @@ def added_norm(
     x: Tensor, added: Tensor, weight: Tensor, bias: Tensor | None, eps: float, centred: bool, plus_one: bool,
     wide: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Return x + added, rounded to the type of `x`, and the norm of that sum; see `norm`."""
+    """Return x + added, rounded to the dtype of `x`, and the norm of that sum; see `norm`."""
     return _normed(x.contiguous(), added.contiguous(), weight, bias, eps, centred, plus_one, wide)
 
 
@@ -309,10 +310,10 @@ def _normed(
 
 @on_its_device
 def gated(x: Tensor, activation: int, by_turns: bool = False, limit: float = 0.0, slope: float = 1.0) -> Tensor:
-    """Return activation(gate) · up (…, n) of `x` (…, 2n), which holds the gate and then what it is multiplied with.
+    """Return activation(gate) · up (…, n) of `x` (…, 2n), which has the gate and then up.
 
-    Args: activation: `SILU`, `GELU_TANH`, or `CLAMPED`: gpt-oss's, by its `limit` and `slope`. by_turns: `x` holds each
-          value of the gate beside what it is multiplied with.
+    Args: activation: `SILU`, `GELU_TANH`, or `CLAMPED`, gpt-oss's, with its `limit` and `slope`. by_turns: values of
+          gate and up alternate in `x`.
     """
     x = x.contiguous()
     n = x.shape[-1] // 2

@@ -1,7 +1,7 @@
 """Attention of rows over the KV buffers of several sequences on a CUDA device, in Triton; see `device.py`.
 
-A table of int64 numbers describes the rows, so that one call serves sequences of any lengths. A row's slots are summed
-`SPLIT` at a time, counted from the first that the row sees: it has the same bits whatever rows are beside it.
+A table of int64 numbers describes the rows, so one call serves sequences of any lengths. Slots are summed `SPLIT` at a
+time, beginning with the first that a row sees, so a row's bits do not depend on other rows.
 """
 
 from __future__ import annotations
@@ -67,18 +67,18 @@ if importlib.util.find_spec("triton") is not None:
         # on, so each slot is read once per tile.
         tile, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
         n_kv_heads, n_splits = tl.num_programs(1), tl.num_programs(2)
-        own_view = table + view * stride
-        first = tl.load(own_view + FIRST_ * stride + tile)
-        n_queries = tl.load(own_view + COUNT_ * stride + tile) * n_groups
+        view_table = table + view * stride
+        first = tl.load(view_table + FIRST_ * stride + tile)
+        n_queries = tl.load(view_table + COUNT_ * stride + tile) * n_groups
         lane = tl.arange(0, ROWS_)
         there = lane < n_queries
         rows = first + lane // n_groups
         heads = kv_head * n_groups + lane % n_groups
-        run = tl.load(own_view + RUN_ * stride + rows, mask=there, other=0)
-        counts = run + tl.load(own_view + LISTED_ * stride + rows, mask=there, other=0)
+        run = tl.load(view_table + RUN_ * stride + rows, mask=there, other=0)
+        counts = run + tl.load(view_table + LISTED_ * stride + rows, mask=there, other=0)
         last = tl.max(counts, axis=0)
         if split * SPLIT_ < last:
-            start = tl.load(own_view + START_ * stride + first)
+            start = tl.load(view_table + START_ * stride + first)
             longest = tl.max(run, axis=0)
             buffer = tl.multiple_of(tl.load(table + BUFFER_ * stride + first), 16)
             keys = tl.multiple_of(buffer.to(tl.pointer_type(query.dtype.element_ty)), 16)
@@ -113,7 +113,7 @@ if importlib.util.find_spec("triton") is not None:
                 total = tl.dot(share.to(value.dtype), value, total * kept[:, None], input_precision="ieee")
                 top = higher
             at = (rows * n_heads + heads) * n_splits + split
-            if HAS_SINKS and split == 0:  # One of a row's splits has the sink, as a score that reads nothing.
+            if HAS_SINKS and split == 0:  # A row's first split includes the sink, a score without a value.
                 sink = tl.load(sinks + heads, mask=there, other=float("-inf")).to(tl.float32)
                 higher = tl.maximum(top, sink)
                 base = tl.where(higher == float("-inf"), 0.0, higher)
@@ -121,7 +121,7 @@ if importlib.util.find_spec("triton") is not None:
                 weight = weight * kept + tl.exp(sink - base)
                 total = total * kept[:, None]
                 top = higher
-            if WHOLE:  # A row's one split is its answer: `_merge` would give the same bits.
+            if WHOLE:  # With a single split, the result is final: `_merge` would give the same bits.
                 total = total / tl.where(weight > 0.0, weight, 1.0)[:, None]
             else:
                 tl.store(tops + at, top, mask=there)
@@ -159,10 +159,10 @@ if importlib.util.find_spec("triton") is not None:
 
 
 # Fields of a row table, int64 (fields, rows). The first five describe the row. For each attention window of the layers,
-# the fields from `view` on say which slots the row attends to: a contiguous run, then a list of single slots.
+# the fields from `view` on describe the slots that the row attends to: a contiguous run, then a list of single slots.
 TOKEN, POSITION, SLOT, BUFFER, CAPACITY = range(5)
 ROW_FIELDS = 5
-# LIST: the first of as many fields as the longest list has slots.
+# From LIST on there are as many fields as the longest list has slots.
 START, RUN, LISTED, TILE_FIRST, TILE_COUNT, LIST = range(6)
 
 
@@ -176,11 +176,11 @@ def store(
     query: Tensor, key: Tensor, value: Tensor, table: Tensor, rotation: tuple[Tensor, Tensor] | None, layer: int,
     n_layers: int,
 ) -> Tensor:  # fmt: skip
-    """Write keys, rotated by position, and values (rows, kv_heads, head_dim) of a layer to slots that a table names.
+    """Rotate keys (rows, kv_heads, head_dim), and write keys and values of a layer to the slots in a table.
 
-    Args:    rotation: cosine and sine (positions, rotary_dim), the first half of the sine negated. n_layers: that a
-             buffer holds; see `KVBuffer`.
-    Returns: the queries (rows, heads, head_dim), rotated.
+    Args:    rotation: cosine and sine (positions, rotary_dim), the first half of the sine negated. n_layers: number of
+             layers in a buffer, see `KVBuffer`.
+    Returns: the rotated queries (rows, heads, head_dim).
     """
     (rows, heads, width), kv_heads = query.shape, key.shape[1]
     cos, sin = (query, query) if rotation is None else rotation
@@ -200,13 +200,14 @@ def attend(
     query: Tensor, table: Tensor, view: int, n_tiles: int, n_slots: int, layer: int, n_layers: int, n_kv_heads: int,
     scaling: float, softcap: float | None = None, sinks: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Compute attention of (rows, heads, head_dim) over the buffers that a table names: (rows, heads * head_dim).
+    """Compute attention of queries (rows, heads, head_dim) over the buffers in a table.
 
-    Rows of any number of sequences are computed in one call. A row's slots are taken in their order, whatever lies
-    between them, so that a node of a tree is computed as the token of a chain is.
+    One call serves rows of any number of sequences. A row's slots are summed in their order, whatever slots are between
+    them, so a node of a tree gets the same bits as a token of a chain.
 
-    Args: view: field that the window's view begins with. n_tiles: tiles of that view. n_slots: no row sees more.
-          softcap: bounds scores; None: no bound. sinks: (heads,) further scores that read nothing; None: none.
+    Args:    view: first field of the window's view. n_tiles: tiles of that view. n_slots: bound of the slots that a row
+             sees. softcap: bound of scores (None: no bound). sinks: (heads,) scores without a value, or None.
+    Returns: (rows, heads * head_dim).
     """
     query = query.contiguous()
     rows, heads, width = query.shape

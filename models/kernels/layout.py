@@ -8,19 +8,19 @@ from typing import Any
 NO_NORM, RMS, RMS_PLUS_ONE, LAYER, RMS_WIDE = range(5)
 SILU, GELU, GELU_TANH, RELU, RELU_SQUARED, XIELU, CLAMPED = range(7)
 SCORES = ("softmax", "sigmoid", "sparse_mixer", "late_sigmoid")  # How experts are scored.
-BY_HEAD, WHOLE, ROTATED, LATENT = range(4)  # When queries and keys, or their latents, go through their norms.
+BY_HEAD, WHOLE, ROTATED, LATENT = range(4)  # What the norms of queries and keys apply to, and when: see `layout.h`.
 ATTENTION, MLP, KEEP, LOGITS, MIXTURE, CONVOLUTION, RECURRENCE, LAYER_END, LAYER_INPUTS = range(9)
-GATED_BEHIND_NORM, GATED_BEFORE_NORM, GATED_ALONE = range(3)  # How what heads read of a state is normed and gated.
+GATED_BEHIND_NORM, GATED_BEFORE_NORM, GATED_ALONE = range(3)  # How the output of a recurrent state is normed and gated.
 # Encodings of the scales and zeros of packed weights: the values of `ScaleType` in `quantised.h`.
 ZERO_VALUES, ZERO_CODES_BF16, ZERO_CODES_F16, ZERO_CODES_F32, PAIRS, CENTRED, EXPONENTS = range(7)
 SUPER_PAIRS, SUPER_CENTRED = range(7, 9)
-NUMBERS, E2M1, IQ4 = range(3)  # Tables that codes are places in: the values of `Table` in `codes.h`.
+NUMBERS, E2M1, IQ4 = range(3)  # Tables that codes index: the values of `Table` in `codes.h`.
 ROWS = 16  # Outputs per block of packed weights; the last block is padded with zeros.
 WORK = ("maps", "attention", "rest")  # Kinds of work that a pass can time separately.
 
 
 class Unsupported(Exception):
-    """A part of a model has no form here, so that the kernels cannot compute it; the message names it."""
+    """The kernels cannot compute a part of the model; the message names it."""
 
 
 def _fields(kind: type[Any], names: str) -> list[tuple[str, type[Any]]]:
@@ -144,13 +144,13 @@ class Sequence(Structure):
 
 
 class CountedExperts(Structure):
-    """What rows took of a pass's mixtures: see `mixture.h`."""
+    """Counts of the experts that a pass's rows took; see `ExpertCounts` in `mixture.h`."""
 
     _fields_ = _fields(c_int64, "mixtures distinct taken repeated")
 
 
 class Call(Structure):
-    """The rows of a pass and what they work on."""
+    """A pass: its rows, and the memory that they read and write; `Pass` in `layout.h`."""
 
     _fields_ = [
         *_fields(c_void_p, "hidden positions"),

@@ -1,7 +1,7 @@
-"""Runs a runtime's passes with our C++ kernels, on the weights in place: nothing is packed or copied.
+"""Runs a runtime's passes with our C++ kernels, which read the model's weights in place, without a copy.
 
-A row's logits have the same bits whatever other rows are in the pass (`dense.h`, `attention.h`), so a drafted
-completion equals plain decoding's in bfloat16, too.
+A row's logits have the same bits whatever other rows are in the pass (`dense.h`, `attention.h`). So drafting does not
+change a completion, in bfloat16 as in float32.
 """
 
 from __future__ import annotations
@@ -40,21 +40,18 @@ MOST_PROGRAMS = 64
 
 @dataclass(slots=True)
 class Program:
-    """The steps of a pass for some layer sets, and which layer sets' rows each row list holds.
-
-    `n_out`: of the head that the last step computes, on rows of one more list; 0: it ends with a layer.
-    """
+    """The steps of a pass for some layer sets."""
 
     steps: ctypes.Array[layout.Step]
-    lists: list[frozenset[int]]
+    lists: list[frozenset[int]]  # For each row list of the steps, the layer sets whose rows are in it.
     held: list[Any] = field(default_factory=list)  # Objects that the steps point to, kept alive with them.
-    n_out: int = 0
+    n_out: int = 0  # Outputs of the head, if it is the last step; it runs on one further row list.
 
 
 class NativePasses:
     """A runtime's passes, computed by the library.
 
-    Raises: Unsupported: the model has something that the kernels do not compute.
+    Raises: Unsupported: the kernels do not support a part of the model.
     """
 
     def __init__(self, runtime: Runtime, kernels: Kernels) -> None:
@@ -62,7 +59,7 @@ class NativePasses:
         self.library = kernels.path.stem
         # Seconds per kind of work in `layout.WORK`; None: not timed.
         self.seconds: ctypes.Array[ctypes.c_double] | None = None
-        self._experts = layout.CountedExperts()  # Of the passes since `taken_experts` was called last.
+        self._experts = layout.CountedExperts()  # Counts of the passes since the last call of `taken_experts`.
         if runtime.device.type != "cpu" or not runtime.one_device:
             raise Unsupported(f"the model lies on {runtime.device}, and the kernels are for a CPU")
         if runtime.dtype not in DTYPES:
@@ -72,11 +69,11 @@ class NativePasses:
 
     def forget(self) -> None:
         """Describe the model to the library again, after weights have moved in memory."""
-        self._program = lru_cache(maxsize=MOST_PROGRAMS)(self._made)
+        self._program = lru_cache(maxsize=MOST_PROGRAMS)(self._new_program)
         self._model = ModelDescription(self.runtime)
 
     def join(self, embedded: Tensor, of_tokens: Tensor) -> Tensor:
-        """Return what `PerLayerInputs.joined` does, in place of `of_tokens`."""
+        """Compute per-layer inputs as `PerLayerInputs.joined` does; `of_tokens` is overwritten and returned."""
         assert self._model.inputs is not None
         step = layout.Step(ctypes.addressof(self._model.inputs), layout.LAYER_INPUTS, 0, 0, 0, -1, 0)
         call = layout.Call(inputs=of_tokens.data_ptr(), n_inputs=of_tokens.shape[1])
@@ -92,11 +89,11 @@ class NativePasses:
         read: HeadRows | None = None,
         inputs: Tensor | None = None,
     ) -> Tensor | None:
-        """Change `hidden` (rows of all passes, hidden_size) to the states after layers first … last - 1.
+        """Overwrite `hidden` (rows of all passes, hidden_size) with the states after layers first … last - 1.
 
-        Args: inputs: vectors of the rows' tokens, for models that have them; see `PerLayerInputs`.
-
-        Returns: the logits (rows, vocab) of the rows to `read`, which the same run computes; None if there are none.
+        Args:    read: the head's format, and the rows whose logits the same run computes; None: no logits.
+                 inputs: the rows' per-layer inputs, if the model has them; see `PerLayerInputs`.
+        Returns: the logits (rows, vocab) of the rows to read, or None.
         """
         self._check(hidden)
         sequences: list[layout.Sequence] = []
@@ -105,29 +102,29 @@ class NativePasses:
         members: dict[LayerSet, list[range]] = {}  # Row ranges by layer set.
         n = 0
         for pass_ in passes:
-            rows, n_rows_of_pass = pass_.rows, len(pass_.rows.token_ids)
-            end = rows.first_slot + n_rows_of_pass
+            rows, n_pass_rows = pass_.rows, len(pass_.rows.token_ids)
+            end = rows.first_slot + n_pass_rows
             seen = rows.seen()
-            if end > pass_.buffer.capacity or (seen is not None and seen.shape != (n_rows_of_pass, end)):
+            if end > pass_.buffer.capacity or (seen is not None and seen.shape != (n_pass_rows, end)):
                 raise ValueError(
-                    f"{n_rows_of_pass} rows from slot {rows.first_slot} on do not fit the buffer, or what they see"
+                    f"{n_pass_rows} rows from slot {rows.first_slot} on do not fit the buffer, or what they see"
                 )
-            if rows.positions is not None and len(rows.positions) != n_rows_of_pass:
-                raise ValueError(f"{n_rows_of_pass} rows have {len(rows.positions)} positions")
+            if rows.positions is not None and len(rows.positions) != n_pass_rows:
+                raise ValueError(f"{n_pass_rows} rows have {len(rows.positions)} positions")
             positions += range(rows.first_slot, end) if rows.positions is None else rows.positions
             visible.append(None if seen is None else seen.contiguous())  # Keep it alive until the pass has run.
             sequences.append(sequence_of(pass_, visible[-1]))
             sets = rows.variants or (self.runtime.whole,)
             for i, layer_set in enumerate(sets):
-                share = n_rows_of_pass // len(sets)
+                share = n_pass_rows // len(sets)
                 members.setdefault(layer_set, []).append(range(n + i * share, n + (i + 1) * share))
-            n += n_rows_of_pass
+            n += n_pass_rows
         program = self._program(tuple(members), first, last, None if read is None else (read[0],))
         shares = list(members.values())
-        indices = [None if len(some) == len(shares) else _rows_of(shares[i] for i in some) for some in program.lists]
-        at = torch.tensor(positions, dtype=torch.int32)
+        indices = [None if len(ids) == len(shares) else _rows_of(shares[i] for i in ids) for ids in program.lists]
+        row_positions = torch.tensor(positions, dtype=torch.int32)
         rotations = self._rotations(max(positions, default=0) + 1)
-        call = layout.Call(positions=at.data_ptr(), rotations=rotations, n_sequences=len(sequences))
+        call = layout.Call(positions=row_positions.data_ptr(), rotations=rotations, n_sequences=len(sequences))
         call.sequences = (layout.Sequence * len(sequences))(*sequences)
         call.seconds = self.seconds
         if inputs is not None:
@@ -142,9 +139,10 @@ class NativePasses:
         return logits
 
     def taken_experts(self) -> ExpertCounts | None:
-        """Return what the rows of passes since the last call took of mixtures; None without any."""
-        n, self._experts = self._experts, layout.CountedExperts()
-        return ExpertCounts(n.distinct / n.mixtures, n.taken, n.repeated) if n.mixtures else None
+        """Return which experts rows took in the passes since the last call; None: no pass had a mixture."""
+        counts, self._experts = self._experts, layout.CountedExperts()
+        n = counts.mixtures
+        return ExpertCounts(counts.distinct / n, counts.taken, counts.repeated) if n else None
 
     def slot_coding(self, capacity: int) -> SlotCoding | None:
         """Return how drafts made of the model read a buffer of `capacity` slots; None: as the target does."""
@@ -167,16 +165,16 @@ class NativePasses:
             if table is not None:
                 scale = None if table.query_scale is None else table.query_scale.data_ptr()
                 is_wide = table.cos.dtype != self.runtime.dtype
-                at = table.cos.data_ptr(), table.sin.data_ptr()
-                tables[i] = layout.Rotation(*at, scale, table.cos.shape[1], table.pairs, is_wide)
+                addresses = table.cos.data_ptr(), table.sin.data_ptr()
+                tables[i] = layout.Rotation(*addresses, scale, table.cos.shape[1], table.pairs, is_wide)
         return tables
 
     def logits(
         self, hidden: Tensor, name: str | None = None, index: Tensor | None = None, normed: bool = True
     ) -> Tensor:
-        """Logits (rows, vocab) of states (rows, hidden_size), or of those at `index`; by the head's copy in a format.
+        """Return the logits (rows, vocab) of states (rows, hidden_size), or of the rows in `index`.
 
-        Args: normed: the final norm comes first.
+        Args: name: format of the head's copy (None: the head itself). normed: apply the final norm first.
         """
         self._check(hidden)
         return linear(self.kernels, self._model.head_of(name), hidden, index, self._model.norm if normed else None)
@@ -191,7 +189,7 @@ class NativePasses:
         return likeliest(self.kernels, logits)
 
     def best(self, logits: Tensor) -> Tensor:
-        """Return the first most probable token of each row of `logits` (rows, vocab): int64 (rows,)."""
+        """Return the most probable token of each row of `logits` (rows, vocab), int64 (rows,); of equals the first."""
         self._check(logits)
         token_ids = torch.empty(logits.shape[0], dtype=torch.int64)
         best_to(self.kernels, logits, token_ids.data_ptr(), None)
@@ -201,7 +199,7 @@ class NativePasses:
         if hidden.dtype != self.runtime.dtype:
             raise ValueError(f"the states of a pass are {hidden.dtype}, and the model's weights {self.runtime.dtype}")
 
-    def _made(
+    def _new_program(
         self, variants: tuple[LayerSet, ...], first: int, last: int, head: tuple[str | None] | None = None
     ) -> Program:
         runtime, kept = self.runtime, keepers(self.runtime.n_layers, variants, self.runtime.givers)
@@ -213,28 +211,28 @@ class NativePasses:
             if members not in lists:
                 lists.append(members)
             held.append(part)
-            at = None if part is None else ctypes.addressof(part)
+            address = None if part is None else ctypes.addressof(part)
             has_rotary = runtime.rotation(block.layer_type, runtime.device, 1) is not None
             rotation = self._types.index(block.layer_type) if has_rotary else -1
             window = block.window
             size = 0 if window is None else -window.size if window.chunks else window.size
-            steps.append(layout.Step(at, kind, block.index, size, lists.index(members), rotation, 0))
+            steps.append(layout.Step(address, kind, block.index, size, lists.index(members), rotation, 0))
 
-        everyone = frozenset(range(len(variants)))
+        all_sets = frozenset(range(len(variants)))
         for block in runtime.blocks[first:last]:
             members_by_kind = kept[block.index]
             from_kept = runtime.parallel and bool(members_by_kind["attn"])
             if from_kept and members_by_kind["mlp"]:
-                add(layout.KEEP, block, None, everyone)
+                add(layout.KEEP, block, None, all_sets)
             if block.parts.beside is not None and members_by_kind["attn"]:
-                add(layout.KEEP, block, None, everyone)
+                add(layout.KEEP, block, None, all_sets)
             for kind in block.kinds:
                 for form, members in members_by_kind[kind]:
                     for number, part in enumerate(self._model.parts_of(kind, block.index, form)):
                         add(STEPS[type(part)], block, part, members)
                         steps[-1].from_kept = number > 0 or (from_kept and kind == "mlp")
             if block.index in self._model.ends:
-                add(layout.LAYER_END, block, self._model.ends[block.index], everyone)
+                add(layout.LAYER_END, block, self._model.ends[block.index], all_sets)
         if head is not None:
             held.append(self._model.head_of(*head))
             steps.append(layout.Step(ctypes.addressof(held[-1]), layout.LOGITS, 0, 0, len(lists), -1, 0))

@@ -716,7 +716,7 @@ def test_compiler_that_does_not_know_the_best_level_makes_the_next(fresh: pytest
 def test_tiles_that_linux_does_not_grant_are_not_used(fresh: pytest.MonkeyPatch) -> None:
     fresh.setattr(build, "cpu_words", lambda _: " ".join(build.LEVELS["amx"].needs))
     for granted in (True, False):
-        fresh.setattr(build, "_granted_tiles", lambda granted=granted: granted)
+        fresh.setattr(build, "_enable_tiles", lambda granted=granted: granted)
         build.processor_flags.cache_clear()
         can = {name for name, level in build.LEVELS.items() if level.needs <= build.processor_flags()}
         assert can == {"amx", "avx512", "portable"} - (set() if granted else {"amx"})
