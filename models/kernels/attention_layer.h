@@ -1,11 +1,11 @@
-// Attention: projections, rotation, keys and values to their slots, what heads read; a part of `pass.cpp`.
+// The attention layer: projections, norms, rotation, storing keys and values, and the heads' outputs; a part of `pass.cpp`.
 #pragma once
 #include "coded_slots.h"
 #include "latents.h"
 
 namespace {
 
-// The rotation of a head's first values. Products are rounded to the type of the tables.
+// Rotate a head's first values. Products are rounded to the type of the tables.
 template <class T, class C>
 inline void turn(const Rotation& rotation, const T* x, const C* cos, const C* sin, T* to) {
     const int n = rotation.width, half = n / 2;
@@ -17,37 +17,37 @@ inline void turn(const Rotation& rotation, const T* x, const C* cos, const C* si
     } else {
         for (int d = 0; d < n; d++) {
             const T partner = x[rotation.pairs ? d ^ 1 : d < half ? d + half : d - half];
-            const float turned = as_stored<C>(to_float(partner) * to_float(sin[d]));
-            to[d] = rounded<T>(as_stored<C>(to_float(x[d]) * to_float(cos[d])) + turned);
+            const float sine_part = as_stored<C>(to_float(partner) * to_float(sin[d]));
+            to[d] = rounded<T>(as_stored<C>(to_float(x[d]) * to_float(cos[d])) + sine_part);
         }
     }
 }
 
-// One head: its norm, and the rotation of its first values.
+// Normalise one head, and rotate its first values. `when`: a HeadNorm.
 template <class T>
 inline void head_of(
     Norm norm, int32_t when, int head, const T* from, int width, const Rotation* rotation, int position, T* to) {
     norm.weight = norm.weight ? (const T*)norm.weight + head * norm.step : nullptr;
     norm.bias = norm.bias ? (const T*)norm.bias + head * norm.step : nullptr;
-    T own[WIDEST_HEAD];
-    if (when == BY_HEAD) normed(norm, from, width, own);
-    else memcpy(own, from, width * sizeof(T));
+    T values[WIDEST_HEAD];
+    if (when == BY_HEAD) normed(norm, from, width, values);
+    else memcpy(values, from, width * sizeof(T));
     int rotated = 0;
     if (rotation) {
         rotated = rotation->width;
         const int64_t at = int64_t(position) * rotated;
-        if (rotation->wide) turn(*rotation, own, (const float*)rotation->cos + at, (const float*)rotation->sin + at, to);
-        else turn(*rotation, own, (const T*)rotation->cos + at, (const T*)rotation->sin + at, to);
+        if (rotation->wide) turn(*rotation, values, (const float*)rotation->cos + at, (const float*)rotation->sin + at, to);
+        else turn(*rotation, values, (const T*)rotation->cos + at, (const T*)rotation->sin + at, to);
     }
-    memcpy(to + rotated, own + rotated, (width - rotated) * sizeof(T));
+    memcpy(to + rotated, values + rotated, (width - rotated) * sizeof(T));
     if (when == ROTATED) normed(norm, to, width, to);
 }
 
-// The split that should be done first, where turning keys and values costs as much as four heads' sums.
+// The split of attention that should take the least time. Transposing keys and values costs about as much as four heads' sums.
 template <class T>
 auto Runner<T>::split_of(const List<Part>& parts, int n_kv_heads, int group) const -> Split {
     int64_t longest = 1;
-    for (const Part& each : parts) longest = std::max(longest, each.n);
+    for (const Part& rows : parts) longest = std::max(longest, rows.n);
     Split best{};
     int64_t least = INT64_MAX;
     for (int n_shares = 1; n_shares <= group; n_shares++) {
@@ -55,7 +55,7 @@ auto Runner<T>::split_of(const List<Part>& parts, int n_kv_heads, int group) con
         if (n_heads > MOST_TOGETHER || (group + n_heads - 1) / n_heads != n_shares) continue;
         for (int n_rows = 1; n_rows == 1 || (n_rows * n_heads <= MOST_TOGETHER && n_rows < 2 * longest); n_rows *= 2) {
             int64_t n = 0;
-            for (const Part& each : parts) n += chunks_of(each.n, n_rows) * n_kv_heads * n_shares;
+            for (const Part& rows : parts) n += chunks_of(rows.n, n_rows) * n_kv_heads * n_shares;
             const int64_t turns = (n + n_threads_ - 1) / n_threads_, work = turns * (n_rows * n_heads + 4);
             if (work < least) least = work, best = {n_rows, n_heads, n_shares, n};
         }
@@ -63,7 +63,7 @@ auto Runner<T>::split_of(const List<Part>& parts, int n_kv_heads, int group) con
     return best;
 }
 
-// The copies of a key head's slots that the rows of a sequence read in a layer.
+// The copies in 4 bits of a key head's slots that a sequence's rows read in a layer.
 inline CodedHead coded_head(const Sequence& sequence, const Step& step, int kv, int width) {
     if (step.window || !sequence.n_coded) return {nullptr, 0};
     return {(const uint8_t*)sequence.coded[step.layer] + kv * sequence.coded_units * unit_bytes(width), sequence.n_coded};
@@ -88,7 +88,7 @@ void Runner<T>::attention(const Step& step, const Attention& part, const RowList
             });
         });
     const int width = part.width, group = part.n_heads / part.n_kv_heads, q_size = part.n_heads * width;
-    // Queries to `mixed_`, keys and values to the buffer, head by head.
+    // Prepare queries in `mixed_`, and write keys and values to the buffer, head by head.
     const int per_row = part.n_heads + (part.reads_other ? 0 : part.n_kv_heads);
     each(REST, thread, list.n * per_row, list.n > FEW ? per_row : 1, [&](int64_t first, int64_t last) {
         for (int64_t item = first; item < last; item++) {
@@ -108,41 +108,41 @@ void Runner<T>::attention(const Step& step, const Attention& part, const RowList
                     along(width, to, to, [&](vf v, int) { return v * scale; });
                 }
             } else {
-                const Sequence& own = pass_.sequences[places_[row].sequence];
-                const int64_t to = (kv * own.capacity + places_[row].slot) * width;
+                const Sequence& sequence = pass_.sequences[places_[row].sequence];
+                const int64_t to = (kv * sequence.capacity + places_[row].slot) * width;
                 head_of(part.key_norm, part.head_norm, kv, in + part.key_at + kv * part.key_step, width, rotation, position,
-                        (T*)own.keys[step.layer] + to);
+                        (T*)sequence.keys[step.layer] + to);
                 if (part.value_step)
                     normed(part.value_norm, in + part.value_at + kv * part.value_step, width,
-                           (T*)own.values[step.layer] + to);
+                           (T*)sequence.values[step.layer] + to);
             }
         }
     });
     const View* view = nullptr;
-    for (auto& each : views_)
-        if (each.window == step.window) view = &each;
+    for (auto& candidate : views_)
+        if (candidate.window == step.window) view = &candidate;
     const List<Part>& parts = parts_[step.rows];
     const Split split = split_of(parts, part.n_kv_heads, group);
-    // Queries lie in `mixed_`, and what the heads read goes where the projections were.
+    // The heads' outputs overwrite the projections' outputs in `inner_`.
     each(SLOTS, thread, split.n, 1, [&](int64_t item, int64_t) {
         const int share = int(item % split.n_shares), kv = int(item / split.n_shares % part.n_kv_heads);
         int64_t chunk = item / split.n_shares / part.n_kv_heads;
-        const Part* some = parts.items;
-        for (; chunk >= chunks_of(some->n, split.n_rows); some++) chunk -= chunks_of(some->n, split.n_rows);
-        const int64_t from = some->first + chunk * split.n_rows;
-        const int own = share * split.n_heads;
-        const int n_rows = int(std::min<int64_t>(split.n_rows, some->first + some->n - from));
-        const Sequence& sequence = pass_.sequences[some->sequence];
+        const Part* rows_of = parts.items;  // the rows of one sequence
+        for (; chunk >= chunks_of(rows_of->n, split.n_rows); rows_of++) chunk -= chunks_of(rows_of->n, split.n_rows);
+        const int64_t from = rows_of->first + chunk * split.n_rows;
+        const int first_head = share * split.n_heads;
+        const int n_rows = int(std::min<int64_t>(split.n_rows, rows_of->first + rows_of->n - from));
+        const Sequence& sequence = pass_.sequences[rows_of->sequence];
         const int64_t head = kv * sequence.capacity * width;
         Reader<T> rows[MOST_TOGETHER];
         for (int r = 0; r < n_rows; r++) {
             const int row = row_of(list, from + r);
-            const int64_t at = (from + r) * q_size + (kv * group + own) * width;
+            const int64_t at = (from + r) * q_size + (kv * group + first_head) * width;
             const Run* runs = view->runs.items;
             rows[r] = {runs + view->first[row], runs + view->first[row + 1], view->oldest[row], view->n_seen[row],
-                       mixed_ + at, inner_ + at, part.sinks ? (const T*)part.sinks + kv * group + own : nullptr};
+                       mixed_ + at, inner_ + at, part.sinks ? (const T*)part.sinks + kv * group + first_head : nullptr};
         }
-        attend(rows, n_rows, std::min(split.n_heads, group - own), width, part.scaling, part.softcap,
+        attend(rows, n_rows, std::min(split.n_heads, group - first_head), width, part.scaling, part.softcap,
                (const T*)sequence.keys[step.layer] + head, (const T*)sequence.values[step.layer] + head,
                coded_head(sequence, step, kv, width), on_line(scratch[thread].items));
     });

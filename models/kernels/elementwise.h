@@ -5,7 +5,7 @@
 
 namespace {
 
-float gelu_erf(float x) {  // x * Phi(x); erf by Abramowitz and Stegun 7.1.26, off by at most 1.5e-7
+float gelu_erf(float x) {  // x * Phi(x); erf as in Abramowitz and Stegun 7.1.26, with an error of at most 1.5e-7
     const float z = std::fabs(x) * 0.70710678f, t = 1.0f / (1.0f + 0.3275911f * z);
     const float poly = ((((1.061405429f * t - 1.453152027f) * t + 1.421413741f) * t - 0.284496736f) * t + 0.254829592f) * t;
     float e[LANES];
@@ -40,11 +40,11 @@ vf activated(vf x, const Mlp& mlp) {
     }
     float lanes[LANES];
     store(lanes, x);
-    for (float& each : lanes) each = gelu_erf(each);
+    for (float& lane : lanes) lane = gelu_erf(lane);
     return load((const float*)lanes);
 }
 
-// `n` values from `x` to `y`, vector by vector, the last of them padded.
+// y = f(x) for n values, vector by vector; f also gets the index of a vector's first value. The last vector is padded.
 template <class T, class F> void along(int n, const T* x, T* y, F&& f) {
     int i = 0;
     for (; i + LANES <= n; i += LANES) store(y + i, f(load(x + i), i));
@@ -93,24 +93,24 @@ template <class T> void normed(const Norm& norm, const T* x, int n, T* y) {
     });
 }
 
-// The activation of `n` values, times what stands beside them.
+// The activation of n gates times `up`; without `up`, the activation alone.
 template <class T> inline void gated(const Mlp& mlp, const float* gate, const float* up, int n, T* to) {
     for (int at = 0; at < n; at += LANES) {
         vf before = as_stored<T>(part_of(gate, at, n));
         if (mlp.gate_scale != 1) before = as_stored<T>(before * mlp.gate_scale);
         vf a = as_stored<T>(activated(before, mlp));
         if (up) {
-            vf beside = as_stored<T>(part_of(up, at, n));
-            if (mlp.activation == CLAMPED)  // gpt-oss: one more than the other half, bounded
-                beside = as_stored<T>(smaller(larger(beside, splat(-mlp.curve[0])), splat(mlp.curve[0])) + 1.0f);
-            a = a * beside;
+            vf factor = as_stored<T>(part_of(up, at, n));
+            if (mlp.activation == CLAMPED)  // gpt-oss multiplies by clamp(up) + 1
+                factor = as_stored<T>(smaller(larger(factor, splat(-mlp.curve[0])), splat(mlp.curve[0])) + 1.0f);
+            a = a * factor;
         }
         if (at + LANES <= n) {
             store(to + at, a);
         } else {
-            T last_ones[LANES];
-            store(last_ones, a);
-            memcpy(to + at, last_ones, (n - at) * sizeof(T));
+            T values[LANES];
+            store(values, a);
+            memcpy(to + at, values, (n - at) * sizeof(T));
         }
     }
 }

@@ -1,4 +1,4 @@
-// What ends a layer after its sub-layers, and the vectors that it reads; a part of `pass.cpp`.
+// The end of a layer after its sub-layers, and the per-layer inputs that it reads (Gemma 4); a part of `pass.cpp`.
 #pragma once
 #include "runner.h"
 
@@ -11,9 +11,9 @@ void Runner<T>::layer_end(const Step& step, const LayerEnd& part, const RowList&
         const Norm none{};
         project(&part.gate, 1, enter(none, list, (const T*)pass_.hidden, &part.gate, 1, thread), list, thread);
         each(REST, thread, list.n, 1, [&](int64_t i, int64_t) {
-            const T* own = (const T*)pass_.inputs + int64_t(row_of(list, i)) * pass_.n_inputs + int64_t(step.layer) * n;
+            const T* input = (const T*)pass_.inputs + int64_t(row_of(list, i)) * pass_.n_inputs + int64_t(step.layer) * n;
             along(n, inner_ + i * n, inner_ + i * n, [&](vf v, int at) {
-                return as_stored<T>(activated(v, part.mlp)) * part_of(own, at, n);
+                return as_stored<T>(activated(v, part.mlp)) * part_of(input, at, n);
             });
         });
         leave(part.out, part.after, 1, taken(inner_, part.out, list.n, thread), list, thread);

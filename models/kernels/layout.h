@@ -1,77 +1,78 @@
-// Structures that describe a model's parts and a pass. Python fills them: `layout.py` has the same fields in the same order.
+// Structures that describe a model's parts and a pass. Python fills them; `layout.py` has the same fields in the same order.
 #pragma once
 #include "mixture.h"
 
 extern "C" {
 
-struct Map {  // a linear map; `scales` null: `weight` is (n_out, n_in) of the model's type, else packed codes
+struct Map {  // a linear map; without `scales`, `weight` is (n_out, n_in) in the model's type, else it has packed codes
     const void *weight, *bias, *scales;
-    const int32_t* order;  // which of its inputs the codes are for, one after the other; null: they are in order
-    int64_t stride;        // between the rows of `weight`
+    const int32_t* order;  // the input of each column of codes; null: they are in order
+    int64_t stride;        // values between the rows of `weight`
     int32_t n_in, n_out, bits, group, scale_type, table;
 };
 
-enum NormKind : int32_t { NO_NORM, RMS, RMS_PLUS_ONE, LAYER, RMS_WIDE };  // wide: rounded once, behind the weight
+enum NormKind : int32_t { NO_NORM, RMS, RMS_PLUS_ONE, LAYER, RMS_WIDE };  // RMS_WIDE rounds only after the weight
 struct Norm {
     const void *weight, *bias;
     float eps;
-    int32_t kind, step;  // `step`: between the weights of heads
+    int32_t kind, step;  // `step`: values between the weights of heads
 };
 
-// Before the rotation, head by head or all as one; or behind it; or of latents that heads are made of.
+// Norms of queries and keys: before the rotation, by head or of all heads as one; after it, by head; or of latents.
 enum HeadNorm : int32_t { BY_HEAD, WHOLE, ROTATED, LATENT };
 struct Attention {
-    Norm before, after, query_norm, key_norm, value_norm, inner;  // inner: of what the heads read
+    Norm before, after, query_norm, key_norm, value_norm, inner;  // `inner`: of the heads' outputs
     Map projections[3], out;
-    // With LATENT: the map from the queries' latent (without inputs where they have none), and of each head those between what of
-    // its query is not rotated, the latent of keys and values, and its output. `rotary` values are rotated. See `latents.h`.
+    // With LATENT (see `latents.h`): the map from the queries' latent, without inputs if they have none; and for each head the
+    // maps from the unrotated part of its query to the latent of keys and values, and from that latent to its output. The first
+    // `rotary` values of queries and keys are rotated.
     Map of_queries;
     const Map *of_keys, *of_values;
     int32_t n_projections, n_heads, n_kv_heads, width, rotary;
-    // In the projections' outputs, or in what is made of latents, for each key head: its queries, which lie together, its key and
-    // its value; without a step of values the key is the value, too.
+    // Offset and step by key head, in the projections' outputs or in the heads made of latents: of its queries, which are
+    // adjacent, its key and its value. With a `value_step` of 0 the key is also the value.
     int32_t query_at, query_step, key_at, key_step, value_at, value_step;
-    int32_t head_norm, gated;  // `gated`: behind each query lies a gate of its width
-    int32_t reads_other;       // keys and values are another layer's, and none are written
-    float scaling, softcap, clip;  // bounds of scores and of what the projections give, 0: none
-    float added_scale;             // of what the residual stream gets
-    const void* sinks;             // (n_heads,) scores that take a share of attention and read nothing; null: none
+    int32_t head_norm, gated;  // `gated`: each query is followed by a gate of its width
+    int32_t reads_other;       // the layer reads another layer's keys and values, and writes none
+    float scaling, softcap, clip;  // factor and bound of scores, bound of the projections' outputs; bound 0: none
+    float added_scale;             // factor of what the residual stream gets
+    const void* sinks;             // (n_heads,) scores without a value, which only enlarge the softmax's sum; null: none
 
-    // Values of a row that a head's map reads, with what tiles and groups read behind them.
+    // Values in a row of a head's map, with the padding that tiles and groups read.
     int64_t room() const { return (std::max(of_keys->n_in, of_values->n_in) + 127) / 128 * 128; }
 };
 
-struct Convolution {  // gated and short, in place of attention; `mixers.h`
+struct Convolution {  // a gated short convolution in place of attention; `mixers.h`
     Norm before, after;
-    Map into, out;            // to a gate, a second gate and values, one behind the other
+    Map into, out;            // `into`: to an input gate, an output gate and values
     const float *taps, *bias;  // (n_taps, n_hidden), the newest token's last; bias null: none
     int32_t n_taps;
     float added_scale;
 };
 
-// How what heads read of a state is normed and gated: each head, or group of values, normed and then gated; or the other way
-// round; or gated alone.
+// How the output of a state is normed and gated, by head or by group of values: the gate after the norm, before it, or
+// without a norm.
 enum Gating : int32_t { GATED_BEHIND_NORM, GATED_BEFORE_NORM, GATED_ALONE };
-struct Recurrence {  // a gated delta rule, or a state space, in place of attention or beside it; `mixers.h`
+struct Recurrence {  // a gated delta rule or a state space, in place of attention or in parallel to it; `mixers.h`
     Norm before, after;
     Map projections[4], out;
-    // Where steps are those of values (Mamba-1): from convolved values to a step of low rank, a key and a query, the norms of
-    // these, and the map from the first to a step for each value.
+    // Of Mamba-1, which has a step for each value: the map from convolved values to a step of low rank, a key and a query, the
+    // norms of these three, and the map from the step of low rank to the steps of values.
     Map low, steps;
     Norm low_norms[3];
-    // The runs (place, length) of an update's inputs in the projections' outputs, one after the other; where each gate lies
-    // there; and where each head's values lie in the inputs of `out`.
+    // In the projections' outputs: the runs (offset, length) of an update's inputs, in order, and the offset of each gate.
+    // `places`: the offset of each head's values in the inputs of `out`.
     const int32_t *runs, *gates, *places;
     const float *taps, *taps_bias;           // (n_taps, convolved), the newest token's last; (convolved,) or null: none
-    const float *decay, *step_bias, *skip;   // (n_heads,) each; `skip` null: a delta rule, else a state space. Of a state space
-                                             // with steps of values (n_heads, key_width, value_width), and by value
-    const void* norm;                        // (value_width,) of a delta rule's heads, else of all values
+    const float *decay, *step_bias, *skip;   // (n_heads,) each; `skip` null: a delta rule, else a state space. Of Mamba-1,
+                                             // `decay` is (n_heads, key_width, value_width), and the others are by value
+    const void* norm;                        // weight: (value_width,) for each head of a delta rule, else of all values
     float norm_eps, least_step, largest_step, step_scale, gate_scale;
-    float added_scale;  // of what the residual stream gets
+    float added_scale;  // factor of what the residual stream gets
     int32_t n_runs, n_projections, n_heads, n_key_heads, key_width, value_width, n_taps;
-    int32_t n_numbers;  // of a head in a row's inputs, after queries, keys and values
-    int32_t convolves_keys;  // 0: the convolution is of values alone, which come first; steps are those of values
-    int32_t n_low;           // of the step of low rank that a row's inputs then end with
+    int32_t n_numbers;  // numbers of each head in a row's inputs, after queries, keys and values
+    int32_t convolves_keys;  // 0 (Mamba-1): only values are convolved, they come first, and each value has a step
+    int32_t n_low;           // width of the step of low rank, which is then the end of a row's inputs
     int32_t gating, norm_width;
 
     int n_keys() const { return 2 * n_key_heads * key_width; }
@@ -82,45 +83,45 @@ struct Recurrence {  // a gated delta rule, or a state space, in place of attent
 enum Activation : int32_t { SILU, GELU, GELU_TANH, RELU, RELU_SQUARED, XIELU, CLAMPED };
 struct Mlp {
     Norm before, after, inner;
-    Map in[2], out;  // gate and up, or one map (of gate and then up where `gated`)
+    Map in[2], out;  // `in`: gate and up, or one map (with `gated`, to the gate and then to up)
     int32_t n_in_maps, gated, n_inner, activation;
-    // Of XIELU: factors of the squares and of the exponentials, of x, and the largest exponent. Of CLAMPED: the bound of both
-    // halves, and the factor in the sigmoid.
+    // Of XIELU: factors of squares, of exponentials and of x, and the largest exponent. Of CLAMPED: the bound of gate and up,
+    // and the factor in the sigmoid.
     float curve[4];
-    float gate_scale, added_scale;  // of the gate, before the activation; of what the residual stream gets
+    float gate_scale, added_scale;  // factors of the gate, before the activation, and of what the residual stream gets
 };
 
-struct Mixture {  // experts, of which each row takes some, in place of an MLP
+struct Mixture {  // a mixture of experts in place of an MLP
     Norm before, after;
-    const void* router;         // (n_experts, n_hidden), of floats where `wide_router`, else of the model's type
-    const float *correction, *router_bias;  // (n_experts,) of scores where experts are chosen, of logits; null: none
-    Map widest;                 // the most inputs of its maps; with codes or an order where one of them has
-    const Map *in, *out;        // of each expert, then of the shared ones: `n_in_maps` each (gate and up, or both as one)
-    const void* shared_gate;    // (n_hidden,): the shared output is multiplied by the sigmoid of this product; null: 1
+    const void* router;         // (n_experts, n_hidden), floats if `wide_router`, else in the model's type
+    const float *correction, *router_bias;  // (n_experts,): added to scores when experts are chosen, and to logits; null: none
+    Map widest;                 // sizes of buffers: the most inputs of its maps; has codes or an order if one of them has
+    const Map *in, *out;        // of each expert, then of the shared one; `in`: `n_in_maps` each (gate and up, or both as one)
+    const void* shared_gate;    // (n_hidden,): the sigmoid of its product with a row multiplies the shared output; null: 1
     Choosing choosing;
     int32_t has_shared, wide_router, rounded_logits;
-    int32_t weighs_inputs;      // weights of experts multiply what they read, and not what they give
+    int32_t weighs_inputs;      // weights multiply the experts' inputs, not their outputs
     int32_t n_in_maps, n_inner, n_shared_inner;
-    Mlp mlp;  // the activation of all of them; nothing else of it is used
-    float shared_scale, added_scale;  // of the shared output, and of what the residual stream gets
-    // Where experts, shared ones and the router each read the rows through a norm of their own, and their outputs have norms,
-    // too: `before` is that of the experts. The router's has no weight but `weight`; its logits are times `logit_scale`.
+    Mlp mlp;  // the activation of all experts; its other fields are not used
+    float shared_scale, added_scale;  // factors of the shared output, and of what the residual stream gets
+    // Gemma 4: experts, shared expert and router each have a norm before them, and both outputs have a norm after them.
+    // `before` is that of the experts. Logits are multiplied by `logit_scale`.
     Norm router_before, shared_before, experts_after, shared_after;
-    const float* expert_scale;  // (n_experts,), of the weights of chosen experts; null: 1
+    const float* expert_scale;  // (n_experts,), factors of the weights of chosen experts; null: 1
     float logit_scale;
 
-    // Whether the router, experts and shared ones each have norms of their own.
+    // Whether router, experts and shared expert have norms of their own.
     bool own_norms() const { return router_before.kind != NO_NORM; }
 };
 
-struct LayerEnd {  // after a layer's sub-layers: a term by the row's vector of this layer, and a scale; `ends.h`
+struct LayerEnd {  // the end of a layer: a term from the row's per-layer input, and a scale; `ends.h`
     Norm after;
-    Map gate, out;  // n_out of gate: values of a layer's vector, 0: there is no such term
-    Mlp mlp;        // the activation; nothing else of it is used
-    float scale;    // of the residual stream
+    Map gate, out;  // n_out of `gate`: width of a per-layer input; 0: there is no such term
+    Mlp mlp;        // the activation; its other fields are not used
+    float scale;    // factor of the residual stream
 };
 
-struct LayerInputs {  // of vectors: a norm of what `map` makes of a row, plus what stands in the output already; `ends.h`
+struct LayerInputs {  // computes per-layer inputs: adds the norm of `map` of a row to the embeddings in the output; `ends.h`
     Norm norm;
     Map map;  // to `width` values for each layer
     float map_scale, sum_scale;
@@ -129,19 +130,19 @@ struct LayerInputs {  // of vectors: a norm of what `map` makes of a row, plus w
 
 enum StepKind : int32_t { ATTENTION, MLP, KEEP, LOGITS, MIXTURE, CONVOLUTION, RECURRENCE, LAYER_END, LAYER_INPUTS };
 struct Step {
-    const void* part;                   // a structure of the kind; of LOGITS a Map
-    // `window`: of so many positions, the row's own the last, or where it is negative the row's chunk of as many; 0: none.
-    // `rows`: which of the pass's lists of rows.
+    const void* part;                   // the structure for the kind; for LOGITS a Map
+    // `window`: number of positions that a row sees, its own the last; negative: the size of chunks, of which a row sees its
+    // own; 0: all. `rows`: index of a list of rows.
     int32_t kind, layer, window, rows;
-    int32_t rotation;                   // which of the pass's tables, -1: none
-    int32_t from_kept;                  // a part that reads what KEEP kept; of an MLP, a mixture or a recurrence
+    int32_t rotation;                   // index of a rotation, -1: none
+    int32_t from_kept;                  // an MLP, a mixture or a recurrence reads the states that KEEP stored
 };
 
 struct Rotation {
-    const void *cos, *sin;    // (positions, width), the sine of the first of each pair negated
-    const void* query_scale;  // (positions,) of the tables' type, null: 1
-    int32_t width, pairs;     // `pairs`: neighbours; else values half of `width` apart
-    int32_t wide;             // the tables are float, and products are not rounded
+    const void *cos, *sin;    // (positions, width), the sine of each pair's first value negated
+    const void* query_scale;  // (positions,) in the tables' type, null: 1
+    int32_t width, pairs;     // `pairs`: a pair's values are neighbours; else they are half of `width` apart
+    int32_t wide;             // the tables are floats, and products are not rounded
 };
 
 struct RowList {
@@ -149,14 +150,14 @@ struct RowList {
     int64_t n;
 };
 
-struct Sequence {  // consecutive rows of a pass that have keys and values of their own
-    const uint8_t* visible;             // (n_rows, first_slot + n_rows) or null
-    void *const *keys, *const *values;    // per layer (kv_heads, capacity, width), or inputs of a convolution
-    void *const *inputs, *const *states;  // per recurrent layer
-    void *const *coded;  // per layer units (kv_heads, coded_units) of copies in 4 bits, see `coded_slots.h`
-    int32_t* roots;  // of states, (layers, 2); null: there are none
+struct Sequence {  // consecutive rows of a pass that share a KV buffer
+    const uint8_t* visible;             // (n_rows, first_slot + n_rows), which slots a row sees; null: the rows are a chain
+    void *const *keys, *const *values;    // by layer (kv_heads, capacity, width), or inputs of a convolution
+    void *const *inputs, *const *states;  // by recurrent layer
+    void *const *coded;  // by layer units (kv_heads, coded_units) of copies in 4 bits, see `coded_slots.h`
+    int32_t* roots;  // (layers, 2), the slots of recurrent states; null: there are none
     int64_t capacity;                   // slots of its buffer
-    int64_t n_coded, coded_units;       // slots from 0 on that are read from copies; units that these have room for
+    int64_t n_coded, coded_units;       // number of first slots that are read from copies; capacity of these in units
     int32_t n_rows, first_slot;
     int32_t committed, n_kept, lag, is_text;  // see `RecurrentStates`
 };
@@ -164,15 +165,15 @@ struct Sequence {  // consecutive rows of a pass that have keys and values of th
 struct Pass {
     void* hidden;               // (n_rows, n_hidden), changed in place
     const int32_t* positions;   // (n_rows,)
-    const Sequence* sequences;  // their rows in this order
-    const RowList* lists;       // the rows of each in ascending order
+    const Sequence* sequences;  // in the order of their rows
+    const RowList* lists;       // each with its rows in ascending order
     const Rotation* rotations;
     void* logits;  // (rows of the LOGITS step, n_out)
-    void* inputs;  // (n_rows, n_inputs), vectors of all layers; null: there are none
+    void* inputs;  // (n_rows, n_inputs), per-layer inputs of all layers; null: there are none
     const Norm* norm;  // before LOGITS, null: none
-    double* seconds;  // null, or where the seconds of each kind of work are added
-    ExpertCounts* experts;  // null, or where the counts of each mixture are added
+    double* seconds;  // by kind of work, the time is added here; null: it is not measured
+    ExpertCounts* experts;  // the counts of each mixture are added here; null: they are not counted
     int32_t n_rows, n_hidden, n_inputs, n_sequences, n_lists, n_threads, is_bf16;
 };
-enum Work : int32_t { MAPS, SLOTS, REST };  // linear maps; attention over the slots; norms, rotations, rounding
+enum Work : int32_t { MAPS, SLOTS, REST };  // linear maps; attention over slots; norms, rotations and rounding
 }  // extern "C"

@@ -1,5 +1,5 @@
-// Memory of passes: used again pass after pass, and never given back. Nothing here needs the C++ library at run time, so a
-// compiler that brings none, or another one, makes the same library.
+// Memory of passes, which is reused from pass to pass and never freed. Nothing here needs the C++ runtime library, so the
+// kernels can be built with a compiler that has none, or another one.
 #pragma once
 #include <csetjmp>
 #include <cstdint>
@@ -8,10 +8,10 @@
 
 enum Failure { NO_MEMORY = 1, NO_THREAD = 2 };  // what `swiftopt_run` returns
 
-static jmp_buf failed;  // where a pass that is being prepared ends with one of these
+static jmp_buf failed;  // `longjmp` here with a Failure ends a pass that is being prepared
 
-// Values one after the other. T has no destructor, and zero bytes are its initial value. What is taken out by `clear` keeps
-// the memory that it holds itself, for what is added in its place.
+// A growing array. T has no destructor, and its initial value is zero bytes. Items that `clear` removes keep the memory that
+// they own, for the items that take their place.
 template <class T> struct List {
     T* items;
     size_t n, room;

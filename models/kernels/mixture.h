@@ -1,11 +1,11 @@
-// The choice of experts for a row, and which rows each expert computes.
+// Chooses the experts of a row by the router's scores.
 #pragma once
 #include "vec.h"
 
-constexpr int MOST_EXPERTS = 1024;  // of a layer
+constexpr int MOST_EXPERTS = 1024;  // most experts of a layer
 
-// Sums over a row of what it has times a weight, in one order whatever rows are beside it. `ahead`: values from a weight to one
-// that is asked for, 0: none is.
+// The dot product of a row and a weight, summed in an order that does not depend on other rows. `ahead`: distance in values to
+// the weights that are prefetched, 0: none are.
 template <class T, class W> static inline float dot(const T* x, const W* weight, int n, int ahead = 0) {
     vf sums[2] = {};
     int i = 0;
@@ -19,42 +19,42 @@ template <class T, class W> static inline float dot(const T* x, const W* weight,
     return sum(sums[0] + sums[1]);
 }
 
-struct Choice {  // of an expert by a row, and what its output is multiplied by
+struct Choice {  // an expert of a row, and the factor of its output
     int32_t expert;
     float weight;
 };
 
-// Scores of experts: the softmax of logits, or their sigmoids; or logits by which Phi's router chooses two (arXiv:2409.12136);
-// or sigmoids of those that are chosen by logits.
+// Scores of experts: the softmax of logits; their sigmoids; those of Phi's router, which chooses two by their logits
+// (arXiv:2409.12136); or, for experts that are chosen by logits, the sigmoids of these (Llama 4).
 enum Scores : int32_t { SOFTMAX, SIGMOID, SPARSE_MIXER, LATE_SIGMOID };
 
-// What rows took in a pass, over its mixtures: for each the number of distinct experts, shared ones not counted. Of rows
-// behind another row of their sequence: how many experts they took, and how many of these the row before took, too.
+// Counts of a pass, summed over its mixtures, without shared experts: distinct experts; experts taken by rows after the first
+// of their sequence; and how many of the latter the row before had also taken.
 struct ExpertCounts {
     int64_t mixtures, distinct, taken, repeated;
 };
 
-// How many experts two rows have in common; their choices are in ascending order.
+// The number of experts that two rows share; choices are in ascending order.
 static inline int64_t common(const Choice* a, const Choice* b, int n) {
-    int64_t found = 0;
+    int64_t n_common = 0;
     for (int i = 0, j = 0; i < n && j < n;) {
-        if (a[i].expert == b[j].expert) found++, i++, j++;
+        if (a[i].expert == b[j].expert) n_common++, i++, j++;
         else if (a[i].expert < b[j].expert) i++;
         else j++;
     }
-    return found;
+    return n_common;
 }
 
 struct Choosing {  // how experts are chosen by scores
     int32_t n_experts, n_chosen, n_groups, n_groups_chosen;
-    int32_t scores, normalised;   // what scores are; weights are divided by their sum
-    int32_t n_best;               // a group's score: the sum of its best, one or two
-    float least, scale;           // the least sum that they are divided by; what they are then multiplied by
-    float jitter;                 // of SPARSE_MIXER: half the largest share by which an expert counts beside the best
+    int32_t scores, normalised;   // one of Scores; whether weights are divided by their sum
+    int32_t n_best;               // a group's score is the sum of its best scores, one or two
+    float least, scale;           // lower bound of the sum that weights are divided by; factor of weights after that
+    float jitter;                 // of SPARSE_MIXER: an expert whose logit is relatively further from the best does not count
 };
 
-// The two best experts of one row by their logits, in ascending order. The weight of each is its share of the exponentials of
-// those that are nearly as good, the best not among them for the second.
+// Choose the two best experts of a row by their logits, in ascending order. A weight is the expert's share in the exponentials
+// of experts whose logits are near its own; for the second one, the best is left out.
 static inline void mix_sparsely(const Choosing& how, const float* logits, Choice* choices) {
     int first = -1;
     for (int turn = 0; turn < 2; turn++) {
@@ -73,8 +73,8 @@ static inline void mix_sparsely(const Choosing& how, const float* logits, Choice
     if (choices[0].expert > choices[1].expert) std::swap(choices[0], choices[1]);
 }
 
-// The experts of one row, in ascending order. `scores`: logits, overwritten. `correction`: added where experts are chosen,
-// null: nothing. `taken` and `groups`: room for n_experts and n_groups values. Of equal scores the first expert's counts.
+// Choose the experts of a row, in ascending order. `scores`: logits, overwritten. `correction`: added to scores only to choose,
+// null: nothing. `taken` and `groups`: room for n_experts and n_groups values. Of equal scores, the first expert is chosen.
 static inline void choose(
     const Choosing& how, float* scores, const float* correction, float* taken, float* groups, Choice* choices) {
     const int n = how.n_experts;
@@ -101,7 +101,7 @@ static inline void choose(
             groups[g] = size > 1 && how.n_best > 1 ? best + next : best;
         }
         for (int left = how.n_groups - how.n_groups_chosen; left > 0; left--) {
-            int worst = -1;  // of equal groups the last one goes
+            int worst = -1;  // of equal groups, the last one is left out
             for (int g = 0; g < how.n_groups; g++)
                 if (groups[g] < INFINITY && (worst < 0 || groups[g] <= groups[worst])) worst = g;
             if (worst < 0) break;
@@ -117,9 +117,9 @@ static inline void choose(
         in_use[best] = true;
     }
     float total = 0;
-    int found = 0;
+    int n_listed = 0;
     for (int e = 0; e < n; e++)
-        if (in_use[e]) choices[found++] = {e, scores[e]}, total += scores[e];
-    const float by = how.normalised ? std::max(total, how.least) : 1.0f;
-    for (int i = 0; i < how.n_chosen; i++) choices[i].weight = choices[i].weight / by * how.scale;
+        if (in_use[e]) choices[n_listed++] = {e, scores[e]}, total += scores[e];
+    const float divisor = how.normalised ? std::max(total, how.least) : 1.0f;
+    for (int i = 0; i < how.n_chosen; i++) choices[i].weight = choices[i].weight / divisor * how.scale;
 }

@@ -1,4 +1,4 @@
-// MLPs, and mixtures of experts in their place; a part of `pass.cpp`.
+// MLPs and mixtures of experts; a part of `pass.cpp`.
 #pragma once
 #include "runner.h"
 
@@ -24,7 +24,8 @@ template <class T> void Runner<T>::mlp(const Step& step, const Mlp& part, const 
     leave(part.out, part.after, part.added_scale, taken(inner_, part.out, list.n, thread), list, thread);
 }
 
-// Memory for the rows of experts: each row once for each expert that it takes. An expert's rows begin where a tile does.
+// Reserve memory for the rows of experts. Each row has a place for each expert that it takes; an expert's first place is at the
+// beginning of a tile.
 template <class T>
 void Runner<T>::take_room(const Mixed& mixed, int64_t rows, int64_t wide, bool packed, bool ordered) {
     const int64_t n_places = std::max(rows * mixed.n_chosen + mixed.n_experts * (whole_sides(1) - 1),
@@ -52,55 +53,56 @@ void Runner<T>::take_room(const Mixed& mixed, int64_t rows, int64_t wide, bool p
     wide_ = wide;
 }
 
-// The rows of an expert, which lie from `rows` on in the order of their places, as an input of one of its maps.
+// The rows of an expert as the input of one of its maps. `rows` has the rows of all experts by place.
 template <class T> auto Runner<T>::input_of(T* rows, const Share& share) const -> Input {
     const int64_t at = share.first * wide_, groups = share.first * (wide_ / FINEST + 1);
-    Input own{rows + at, {}, nullptr, nullptr};
-    own.codes.codes = taken_.codes.codes + at, own.codes.scales = taken_.codes.scales + groups;
-    own.codes.sums = taken_.codes.sums + groups, own.codes.halves = taken_.codes.halves + 2 * groups;
-    own.ordered = taken_.ordered + at, own.turned = taken_.turned + at;
-    return own;
+    Input input{rows + at, {}, nullptr, nullptr};
+    input.codes.codes = taken_.codes.codes + at, input.codes.scales = taken_.codes.scales + groups;
+    input.codes.sums = taken_.codes.sums + groups, input.codes.halves = taken_.codes.halves + 2 * groups;
+    input.ordered = taken_.ordered + at, input.turned = taken_.turned + at;
+    return input;
 }
 
-// Prepare the rows of an expert for a map: codes, or turned for tiles.
-template <class T> void Runner<T>::prepare(const Input& own, const Share& share, const Map& map) const {
+// Prepare the rows of an expert for a map: round them to codes, or lay them out for tiles.
+template <class T> void Runner<T>::prepare(const Input& input, const Share& share, const Map& map) const {
     if (map.scales) {
-        for (int r = 0; r < share.n; r++) round_into(own, own.rows + int64_t(r) * map.n_in, map, r);
+        for (int r = 0; r < share.n; r++) round_into(input, input.rows + int64_t(r) * map.n_in, map, r);
         return;
     }
 #if defined(WITH_TILES)
     if constexpr (TILES) {
         const int k = map.n_in, whole = whole_tiles(k);
         for (int row = 0; row < share.n; row += SIDE)
-            turn_rows(own.rows + int64_t(row) * k, k, std::min<int>(SIDE, share.n - row), k, 0, whole,
-                      own.turned + int64_t(row) * whole);
+            turn_rows(input.rows + int64_t(row) * k, k, std::min<int>(SIDE, share.n - row), k, 0, whole,
+                      input.turned + int64_t(row) * whole);
     }
 #endif
 }
 
-// Whether rows are rounded to codes once for all experts whose maps take the same codes as that of the first.
+// Whether rows are rounded once for all experts, and whether a map can use these codes: its groups must be those of the first
+// expert's map.
 inline bool rounds_once(const Mixture& part) { return part.in->scales && !part.in->order && !part.weighs_inputs; }
 inline bool takes_same(const Mixture& part, const Map& map) {
     return rounds_once(part) && map.scales && !map.order && std::max(map.group, FINEST) == std::max(part.in->group, FINEST);
 }
 
-// Whether an expert reads its row where all rows lie.
+// Whether an expert with a single row can read it without a copy.
 template <class T> bool Runner<T>::reads_row(const Mixture& part, const Share& share) const {
     const Map& map = part.in[share.expert * part.n_in_maps];
     if (part.own_norms() && share.expert == part.choosing.n_experts) return false;
     return share.n == 1 && !part.weighs_inputs && (map.scales ? takes_same(part, map) : !TILES);
 }
 
-// Bring the rows of an expert from `rows` to their places, prepared for its first maps.
+// Copy the rows of an expert to their places, and prepare them for its first maps.
 template <class T> void Runner<T>::bring_rows(const Mixture& part, const Share& share, const Input& rows) const {
     const Map& map = part.in[share.expert * part.n_in_maps];
     const int n = map.n_in, n_chosen = part.choosing.n_chosen + part.has_shared;
-    const Input own = input_of(taken_.rows, share);
-    const bool reads_others = part.own_norms() && share.expert == part.choosing.n_experts;
-    if (takes_same(part, map) && !reads_others) {
+    const Input input = input_of(taken_.rows, share);
+    const bool reads_shared_rows = part.own_norms() && share.expert == part.choosing.n_experts;
+    if (takes_same(part, map) && !reads_shared_rows) {
         const int64_t group = std::max(map.group, FINEST), groups = (n + group - 1) / group;
         for (int r = 0; r < share.n; r++) {
-            const Rounded from = rows.codes.at(source_[share.first + r], n, map.group), to = own.codes.at(r, n, map.group);
+            const Rounded from = rows.codes.at(source_[share.first + r], n, map.group), to = input.codes.at(r, n, map.group);
             memcpy(to.codes, from.codes, groups * group);
             memcpy(to.scales, from.scales, groups * sizeof(float));
             memcpy(to.sums, from.sums, groups * sizeof(float));
@@ -110,8 +112,8 @@ template <class T> void Runner<T>::bring_rows(const Mixture& part, const Share& 
     }
     for (int r = 0; r < share.n; r++) {
         const int64_t i = source_[share.first + r];
-        const T* from = (reads_others ? shared_rows_ : rows.rows) + i * n;
-        T* to = own.rows + int64_t(r) * n;
+        const T* from = (reads_shared_rows ? shared_rows_ : rows.rows) + i * n;
+        T* to = input.rows + int64_t(r) * n;
         if (part.weighs_inputs && share.expert < part.choosing.n_experts) {
             const Choice* choice = choices_ + i * n_chosen;
             while (choice->expert != share.expert) choice++;
@@ -121,10 +123,10 @@ template <class T> void Runner<T>::bring_rows(const Mixture& part, const Share& 
             memcpy(to, from, n * sizeof(T));
         }
     }
-    prepare(own, share, map);
+    prepare(input, share, map);
 }
 
-// Choose a row's experts by its scores.
+// Choose the experts of row i by its scores.
 template <class T> void Runner<T>::choose_experts(const Mixture& part, int64_t i) const {
     const int n = part.choosing.n_experts, all = n + part.has_shared, n_chosen = part.choosing.n_chosen + part.has_shared;
     float* scores = scores_ + i * 2 * (all + part.choosing.n_groups);
@@ -151,7 +153,7 @@ void Runner<T>::mixture(const Step& step, const Mixture& part, const RowList& li
         normed(part.before, from + int64_t(row_of(list, i)) * n_hidden, n_hidden, to.rows + i * n_hidden);
         if (rounds_once(part)) round_into(to, to.rows + i * n_hidden, *part.in, i);
     });
-    // Experts and rows whose scores a thread computes at a time: the experts' weights stay in its cache.
+    // A thread computes the scores of so many experts and rows at a time: the experts' weights then stay in its cache.
     constexpr int EXPERTS = 8, ROWS = 64;
     const int n_blocks = chunks_of(all, EXPERTS);
     auto score_experts = [&](int64_t item, int64_t) {
@@ -199,7 +201,7 @@ void Runner<T>::mixture(const Step& step, const Mixture& part, const RowList& li
     const int64_t panels = (most_inner + PANEL - 1) / PANEL;
     const bool is_gated = part.mlp.gated, joint = is_gated && part.n_in_maps == 1;
     const int64_t out_panels = (n_hidden + PANEL - 1) / PANEL, n_items = shares_.n * panels;
-    // Where the thread of an item goes on, if all are as fast: at another expert's map at times.
+    // The output at which an item's thread continues if all threads are equally fast; its weights are prefetched.
     auto onward_in = [&](int64_t item, int half) -> Output {
         if (item >= n_items) return {&out_of(shares_[0]), int(item - n_items) * PANEL};
         const Share& share = shares_[item / panels];
@@ -225,11 +227,11 @@ void Runner<T>::mixture(const Step& step, const Mixture& part, const RowList& li
                     onward_in(next, 1));
         for (int r = 0; r < share.n; r++)
             gated(part.mlp, gate + r * PANEL, is_gated ? up + r * PANEL : nullptr, last - first, to + int64_t(r) * inner);
-        // Who does the last panel of an expert prepares its rows for the next map.
+        // The thread that finishes an expert's last panel prepares its rows for the next map.
         if (done_[item / panels].fetch_add(1, std::memory_order_acq_rel) + 1 == chunks_of(inner, PANEL))
             prepare(results, share, out_of(share));
     });
-    // With few rows who does the last expert of a panel adds up its outputs.
+    // With few rows, the thread that finishes the last expert of a panel adds up the panel's outputs.
     const bool at_once = part.after.kind == NO_NORM && !part.own_norms() && list.n <= ROWS_ADDED;
     each(MAPS, thread, shares_.n * out_panels, 1, [&](int64_t item, int64_t) {
         const Share& share = shares_[item / out_panels];
@@ -247,7 +249,8 @@ void Runner<T>::mixture(const Step& step, const Mixture& part, const RowList& li
         each(REST, thread, list.n, 1, [&](int64_t i, int64_t) { add_up(part, list, i, 0, n_hidden); });
 }
 
-// Add outputs [first, last) of what a row's experts give, in their order, to its state; of all outputs behind a norm.
+// Add outputs [first, last) of a row's experts, in the order of the experts, to its state. If a norm follows, these must be all
+// outputs.
 template <class T>
 void Runner<T>::add_up(const Mixture& part, const RowList& list, int64_t i, int first, int last) {
     const int n = pass_.n_hidden, n_chosen = part.choosing.n_chosen + part.has_shared;
@@ -255,7 +258,7 @@ void Runner<T>::add_up(const Mixture& part, const RowList& list, int64_t i, int 
     T *delta = inputs_.last().rows + i * n, *state = hidden(row_of(list, i));
     const Choice* choices = choices_ + i * n_chosen;
     const int64_t* places = places_of_ + i * n_chosen;
-    const int n_summed = n_chosen - part.own_norms();  // a shared output with a norm of its own is added after it
+    const int n_summed = n_chosen - part.own_norms();  // a shared output with its own norm is added after the norm
     for (int at = first; at < last; at += LANES) {
         vf total = {};
         for (int c = 0; c < n_summed; c++) {
@@ -264,12 +267,12 @@ void Runner<T>::add_up(const Mixture& part, const RowList& list, int64_t i, int 
             total += part_of(out_of_ + places[c] * n, at, n) * weight;
         }
         if (!is_normed) {
-            const vf own = as_stored<T>(total);
-            total = part_of(state, at, n) + (part.added_scale == 1 ? own : as_stored<T>(own * part.added_scale));
+            const vf sum = as_stored<T>(total);
+            total = part_of(state, at, n) + (part.added_scale == 1 ? sum : as_stored<T>(sum * part.added_scale));
         }
-        T last_ones[LANES];
-        store(last_ones, total);
-        memcpy((is_normed ? delta : state) + at, last_ones, std::min(LANES, n - at) * sizeof(T));
+        T values[LANES];
+        store(values, total);
+        memcpy((is_normed ? delta : state) + at, values, std::min(LANES, n - at) * sizeof(T));
     }
     if (part.own_norms()) {
         T* shared = out_of_ + places[n_summed] * n;
@@ -280,6 +283,7 @@ void Runner<T>::add_up(const Mixture& part, const RowList& list, int64_t i, int 
     if (is_normed) add(part.after, part.added_scale, list, i);
 }
 
+// Add this mixture's experts to the pass's counts.
 template <class T> void Runner<T>::count(const RowList& list, int n_chosen, int n_shared) const {
     ExpertCounts& counts = *pass_.experts;
     const int n = n_chosen - n_shared;
@@ -290,7 +294,7 @@ template <class T> void Runner<T>::count(const RowList& list, int n_chosen, int 
     }
 }
 
-// List which rows each expert computes, experts in ascending order.
+// List the rows of each expert, experts in ascending order, and give each a place.
 template <class T> void Runner<T>::share_out(const Mixture& part, int64_t n_rows) {
     const int n_chosen = part.choosing.n_chosen + part.has_shared, n_experts = part.choosing.n_experts + part.has_shared;
     int64_t counts[MOST_EXPERTS + 1] = {};

@@ -1,7 +1,8 @@
-// What Python calls: one pass over rows of a decoder, as the steps that it lists, and what else the kernels do for it.
+// The functions that Python calls: to run the steps of a pass over rows of a decoder, to pack weights and copy slots in 4 bits,
+// and to find the likeliest token.
 //
-// Between two operations values are rounded to the model's type where transformers' own modules round them. Each row is
-// computed by the same operations in the same order whatever rows are beside it; `dense.h` says how.
+// Between operations, values are rounded to the model's type where transformers' modules round them. A row is computed with the
+// same operations in the same order whatever the other rows are; `dense.h` says how.
 #include "attention_layer.h"
 #include "ends.h"
 #include "gguf.h"
@@ -11,33 +12,33 @@
 
 namespace {
 
-// The first of the largest of `n` values and, if it is wanted, the logarithm of its share of the sum of their
-// exponentials, NaN where one is no number.
+// The index of the largest of n logits (of equal ones the first) and, unless `logprob` is null, its log probability; NaN if a
+// logit is NaN.
 template <class T> void likeliest(const T* scores, int64_t n, int64_t* token_id, double* logprob) {
-    constexpr int TOGETHER = 4;  // sums, so that one need not wait for the other
+    constexpr int TOGETHER = 4;  // independent sums, so that an addition need not wait for the one before
     const int64_t whole = n - n % LANES;
     T last[LANES];
     std::fill(last, last + LANES, rounded<T>(-INFINITY));
     memcpy(last, scores + whole, (n - whole) * sizeof(T));
     auto at = [&](int64_t i) { return load(i < whole ? scores + i : (const T*)last); };
-    vf most = splat(-INFINITY), sums[TOGETHER] = {};
-    for (int64_t i = 0; i < n; i += LANES) most = larger(at(i), most);
-    float top = most[0];
-    for (int i = 1; i < LANES; i++) top = std::max(top, most[i]);
+    vf peak = splat(-INFINITY), sums[TOGETHER] = {};
+    for (int64_t i = 0; i < n; i += LANES) peak = larger(at(i), peak);
+    float top = peak[0];
+    for (int i = 1; i < LANES; i++) top = std::max(top, peak[i]);
     if (logprob) {
         for (int64_t i = 0; i < n; i += LANES) sums[i / LANES % TOGETHER] += exp(at(i) - top);
         *logprob = -std::log(double(sum(sums[0] + sums[1] + (sums[2] + sums[3]))));
     }
     *token_id = std::find_if(scores, scores + n, [&](T score) { return to_float(score) == top; }) - scores;
-    if (*token_id == n) *token_id = 0;  // nothing is a number
+    if (*token_id == n) *token_id = 0;  // all logits are NaN
 }
 
-pthread_mutex_t one_pass = PTHREAD_MUTEX_INITIALIZER;  // at a time: they share threads and memory
+pthread_mutex_t one_pass = PTHREAD_MUTEX_INITIALIZER;  // passes share threads and memory, so only one runs at a time
 pid_t owner = getpid();
 
-// Run f, which uses the team; returns 0, 1 where memory ran out, or 2 where no thread could be started.
+// Run f, which uses the team, while no other call does. Returns 0, or a Failure: memory ran out, or no thread could be started.
 template <class F> int alone(F&& f) {
-    if (getpid() != owner) {  // a forked process: whoever held the lock is not here to give it back
+    if (getpid() != owner) {  // in a forked process, the thread that held the lock does not exist
         owner = getpid();
         one_pass = PTHREAD_MUTEX_INITIALIZER;
         team.forget_threads();
@@ -69,7 +70,7 @@ struct Repacking {
     }
 };
 
-struct Coding {  // of units of a layer's slots
+struct Coding {  // copies units of a layer's slots in 4 bits
     const void *keys, *values;  // (n_heads, capacity, width)
     uint8_t* to;                // (n_heads, room) units
     int64_t capacity, room;
@@ -99,8 +100,8 @@ extern "C" int swiftopt_run(const Pass* pass, const Step* steps, int32_t n_steps
     });
 }
 
-// Lay out a tensor of a GGUF file, `from`, (n_out, n_in) in blocks of its type, as the packed codes and scales of `to`.
-// `order`: which row of the file each output is; null: they are in order. Returns as `alone`.
+// Pack a tensor of a GGUF file, (n_out, n_in) in blocks of its type, to the codes and scales of `to`. `order`: the row in the file
+// of each output; null: they are in order. Returns as `alone`.
 extern "C" int swiftopt_repack(int32_t number, const uint8_t* from, const int32_t* order, const Map* to, int32_t n_threads) {
     Repacking work{*gguf_type(number), from, order, to->n_out, packed_of(*to)};
     return alone([&] {
@@ -108,13 +109,14 @@ extern "C" int swiftopt_repack(int32_t number, const uint8_t* from, const int32_
     });
 }
 
-// Bytes of a unit of coded slots of heads of `width` values, 0: such heads have none; and the slots of a unit.
+// Returns the bytes of a unit of coded slots for heads of `width` values, 0 if such heads are not supported. `n_slots`: set to the
+// slots of a unit.
 extern "C" int64_t swiftopt_coded_unit(int32_t width, int32_t* n_slots) {
     *n_slots = PLACES;
     return width % CHANNELS || width > WIDEST_HEAD ? 0 : unit_bytes(width);
 }
 
-// Code the units [first, last) of a layer's slots, for `Sequence`; see `Coding`. Returns as `alone`.
+// Copy units [first, last) of a layer's slots in 4 bits, for `Sequence`; see `Coding`. Returns as `alone`.
 extern "C" int swiftopt_code_slots(
     const void* keys, const void* values, void* to, int64_t capacity, int64_t room, int32_t n_heads, int32_t width,
     int32_t first, int32_t last, int32_t is_bf16, int32_t n_threads) {
@@ -124,7 +126,7 @@ extern "C" int swiftopt_code_slots(
     });
 }
 
-// The weights of `n` outputs of a packed map as numbers, (n, n_in); `outputs` null: of the first ones.
+// De-quantise the weights of n outputs of a packed map, (n, n_in). `outputs`: their indices; null: the first n.
 extern "C" void swiftopt_numbers(const Map* map, const int64_t* outputs, int64_t n, float* to) {
     const Packed packed = packed_of(*map);
     by_kind(*map, [&](auto kind) {
@@ -132,9 +134,8 @@ extern "C" void swiftopt_numbers(const Map* map, const int64_t* outputs, int64_t
     });
 }
 
-// Types of tensors of GGUF files, seven numbers each: as in files, bytes and inputs of a block, bits, group, type of scales,
-// table of codes.
-// Returns how many there are.
+// The supported types of tensors in GGUF files, seven numbers each: the type's number in files, bytes and inputs of a block, bits,
+// group, type of scales, and table of codes. Returns the number of types.
 extern "C" int swiftopt_gguf_types(int32_t* types) {
     int n = 0;
     for (const GgufType& type : GGUF_TYPES) {
@@ -146,7 +147,7 @@ extern "C" int swiftopt_gguf_types(int32_t* types) {
     return n;
 }
 
-// `likeliest` of each of `n_rows` rows of `n` values; `logprobs` null: they are not wanted.
+// `likeliest` for each of n_rows rows of n logits. `logprobs` null: they are not computed.
 extern "C" void swiftopt_likeliest(
     const void* scores, int32_t is_bf16, int64_t n_rows, int64_t n, int64_t* token_ids, double* logprobs) {
     for (int64_t row = 0; row < n_rows; row++) {
@@ -156,7 +157,7 @@ extern "C" void swiftopt_likeliest(
     }
 }
 
-// Bytes of the structures, which the Python side has to agree with: a library of another version must not be called.
+// The sizes in bytes of the structures. Python compares them with its own, so that it calls no library of another version.
 extern "C" void swiftopt_sizes(int32_t* sizes) {
     sizes[0] = sizeof(Map), sizes[1] = sizeof(Norm), sizes[2] = sizeof(Attention), sizes[3] = sizeof(Mlp);
     sizes[4] = sizeof(Step), sizes[5] = sizeof(Rotation), sizes[6] = sizeof(Sequence), sizes[7] = sizeof(Pass);

@@ -1,5 +1,5 @@
-// Runs the steps of a pass by a team of threads, and has their memory. `maps.h` has what all layers are made of,
-// `attention_layer.h`, `mixers.h` and `mlps.h` the layers.
+// Runs the steps of a pass on a team of threads, and owns their memory. `maps.h` has linear maps, which all layers use;
+// `attention_layer.h`, `mixers.h` and `mlps.h` have the layers.
 #pragma once
 #include <ctime>
 #include "attention.h"
@@ -13,7 +13,7 @@ Team team;
 
 inline int64_t chunks_of(int64_t n, int64_t size) { return (n + size - 1) / size; }
 
-// The first address at or behind one that a cache line begins at: stores across two lines take twice as long.
+// Round an address up to a cache line: a store across two lines takes twice as long.
 template <class P> P* on_line(P* from) { return (P*)((uintptr_t(from) + 63) / 64 * 64); }
 
 struct Arena {  // pieces of memory for one pass
@@ -40,7 +40,7 @@ template <class T> class Runner {
         size_t wide = 1, inner = 1, head = 0, heads = 0, queries = 0, gates = 0, updates = 0, keys = 0, state = 0, path = 0;
         size_t low = 0, steps_of_row = 0;
         bool packed = false, ordered = false, keeps = false;
-        Mixed mixed;  // the largest of the mixtures
+        Mixed mixed;  // the sizes of the largest mixture
         auto widest = [&](const Map& map) {
             wide = std::max<size_t>(wide, map.n_in);
             packed |= map.scales != nullptr, ordered |= map.order != nullptr;
@@ -91,7 +91,7 @@ template <class T> class Runner {
                 keeps = true;
             }
         }
-        wide = std::max<size_t>(wide, pass.n_hidden) + 128;  // packed maps read whole groups
+        wide = std::max<size_t>(wide, pass.n_hidden) + 128;  // packed maps read whole groups of inputs
         part_lists();
         arena.pieces.clear(), inputs_.clear();
         inner_ = (T*)arena.take(rows * inner * sizeof(T));
@@ -106,7 +106,7 @@ template <class T> class Runner {
             path = std::max<size_t>(path, pass.sequences[s].n_rows + pass.sequences[s].n_kept + 1);
         kept_ = keeps ? (T*)arena.take(rows * pass.n_hidden * sizeof(T)) : nullptr;
         n_threads_ = std::min(std::max(1, pass.n_threads), Team::most);
-        // The last input is the one that threads share; with few rows each thread makes its own, and waits for nobody.
+        // Threads share the last input. For few rows each thread prepares an input of its own, so that none has to wait.
         for (int i = 0; i <= n_threads_; i++) {
             const size_t n = i < n_threads_ ? std::min<size_t>(rows, FEW) : rows;
             Input input{(T*)arena.take(n * wide * sizeof(T)), {}, nullptr, nullptr};
@@ -123,7 +123,7 @@ template <class T> class Runner {
         }
         if (mixed.n_experts || mixed.of_heads) take_room(mixed, int64_t(rows), wide, packed, ordered);
         tiles.clear(), scratch.clear(), paths.clear();
-        for (int i = 0; i < n_threads_; i++) {  // here, where running out of memory can still be told
+        for (int i = 0; i < n_threads_; i++) {  // reserved here, because threads cannot report that memory ran out
             tiles.add().reserve(2 * (whole_sides(rows) * PANEL + OUTPUTS));
             const int64_t spread = packed ? SPREAD_ROOM / int64_t(sizeof(float)) : 0;
             scratch.add().reserve(std::max({scratch_of(head), spread, int64_t(state)}) + 64 / sizeof(float));
@@ -133,25 +133,25 @@ template <class T> class Runner {
     }
 
   private:
-    static constexpr int PANEL = 64;  // outputs that a thread takes at a time; twice as many where rows would be read too often
-    static constexpr int FEW = 4;     // rows that each thread prepares for itself sooner than it waits for another
-    static constexpr int ROWS_ADDED = 16;  // most rows of which a mixture's outputs are added up panel by panel
+    static constexpr int PANEL = 64;  // outputs that a thread takes at a time; twice as many for many rows
+    static constexpr int FEW = 4;     // each thread prepares up to so many rows itself, faster than it would wait for another
+    static constexpr int ROWS_ADDED = 16;  // up to so many rows, a mixture's outputs are added panel by panel
 #if defined(WITH_TILES)
-    static constexpr bool TILES = sizeof(T) == sizeof(bf16);  // whether weights in T are multiplied by tiles
-    static int64_t whole_sides(int64_t rows) { return (rows + SIDE - 1) / SIDE * SIDE; }  // which tiles read and write
+    static constexpr bool TILES = sizeof(T) == sizeof(bf16);  // whether tile instructions multiply weights of type T
+    static int64_t whole_sides(int64_t rows) { return (rows + SIDE - 1) / SIDE * SIDE; }  // tiles read and write SIDE rows
 #else
     static constexpr bool TILES = false;
     static int64_t whole_sides(int64_t rows) { return rows; }
 #endif
 
-    struct Input {  // of a linear map: rows, and their codes where the map is packed
+    struct Input {  // the input of a linear map: rows, and their codes if the map is packed
         T* rows;
         Rounded codes;
-        T* ordered;  // rows in the order of a map's codes, where it has one of its own
-        T* turned;   // rows as `tile_products` takes them
+        T* ordered;  // rows in the order of a map's codes, if its inputs are permuted
+        T* turned;   // rows in the layout of `tile_products`
     };
 
-    // The most rows before those of the pass whose steps are made again in a layer.
+    // The most rows before the pass whose steps a recurrent layer computes again (Mamba-1).
     int64_t n_earlier() const {
         int64_t most = 0;
         for (int s = 0; s < n_steps_; s++) {
@@ -163,16 +163,17 @@ template <class T> class Runner {
         }
         return most;
     }
-    static int64_t n_earlier(const Step& step, const Sequence& own) {  // those of a sequence
-        return std::max<int64_t>(0, own.first_slot - oldest(step, own));
+    static int64_t n_earlier(const Step& step, const Sequence& sequence) {  // those of one sequence
+        return std::max<int64_t>(0, sequence.first_slot - oldest(step, sequence));
     }
 
-    // The first slot behind the oldest of a sequence's states in a layer.
-    static int64_t oldest(const Step& step, const Sequence& own) {
-        const int32_t* roots = own.roots + 2 * step.layer;
-        return own.lag ? std::min(roots[0], roots[1]) : roots[0];
+    // The first slot that a sequence's oldest state in a layer does not include.
+    static int64_t oldest(const Step& step, const Sequence& sequence) {
+        const int32_t* roots = sequence.roots + 2 * step.layer;
+        return sequence.lag ? std::min(roots[0], roots[1]) : roots[0];
     }
 
+    // Compute what rows see through a window, once per window size.
     void look_once(int window) {
         for (auto& view : views_)
             if (view.window == window) return;
@@ -180,13 +181,13 @@ template <class T> class Runner {
         view.begin(window);
         int first = 0;
         for (int s = 0; s < pass_.n_sequences; first += pass_.sequences[s++].n_rows) {
-            const Sequence& own = pass_.sequences[s];
-            look(view, own.n_rows, own.first_slot, pass_.positions + first, own.visible);
+            const Sequence& sequence = pass_.sequences[s];
+            look(view, sequence.n_rows, sequence.first_slot, pass_.positions + first, sequence.visible);
         }
         view.first.add(int32_t(view.runs.n));
     }
 
-    // Which sequence each row is of, and the parts of each list that are of one.
+    // Record each row's sequence and slot, and split each list into parts of one sequence.
     void part_lists() {
         if (pass_.n_sequences == 0) return;  // no attention
         for (int s = 0; s < pass_.n_sequences; s++) {
@@ -225,16 +226,16 @@ template <class T> class Runner {
         }
     }
 
-    struct Place {  // of a row's keys and values
+    struct Place {  // where a row's key and value are
         int sequence, slot;
     };
-    struct Part {  // rows `first`, … of a list
+    struct Part {  // rows first … first + n - 1 of a list, all of one sequence
         int64_t first, n;
         int sequence;
     };
 
-    // Share out work of a kind, and note how long it took where that is wanted. `last`: what one thread does when all of it
-    // is done, before any goes on.
+    // Distribute work over the threads, and add up its time by kind if the pass asks for it. `last` runs on one thread when
+    // all work is done, before any thread continues.
     template <class F, class G> void each(Work work, int thread, int64_t n, int64_t piece, F&& body, G&& last) const {
         if (thread || !pass_.seconds) return team.each(n, piece, body, last);
         const double start = clock_s();
@@ -248,7 +249,7 @@ template <class T> class Runner {
     T* hidden(int row) const { return (T*)pass_.hidden + int64_t(row) * pass_.n_hidden; }
     static int row_of(const RowList& list, int64_t i) { return list.rows ? list.rows[i] : int(i); }
 
-    // Prepare the rows of an input, `make(input, row)` each.
+    // Prepare an input of n rows by `make(input, row)`.
     template <class F> Input prepared(int64_t n, int thread, F&& make) {
         if (n <= FEW) {
             for (int64_t i = 0; i < n; i++) make(inputs_[thread], i);
@@ -258,26 +259,26 @@ template <class T> class Runner {
         return inputs_.last();
     }
 
-    struct Output {  // one of a map
+    struct Output {  // an output of a map
         const Map* map;
         int number;
     };
 
-    // Norm of `n` values from `x` on in each row, in place; `stride` between rows.
+    // Normalise, in place, the n values from `x` on in each row; `stride` is the distance between rows.
     void norm_rows(const Norm& norm, T* x, int64_t stride, int n, int64_t rows, int thread) {
         if (norm.kind == NO_NORM) return;
         each(REST, thread, rows, 1, [&](int64_t i, int64_t) { normed(norm, x + i * stride, n, x + i * stride); });
     }
 
-    struct Split {  // of an attention into pieces of work: `n_rows` rows by `n_heads` of a key head's query heads
+    struct Split {  // of attention into n pieces of work: n_rows rows, and n_heads of the query heads of a key head
         int n_rows, n_heads, n_shares;
         int64_t n;
     };
 
-    struct Mixed {  // sizes of the largest mixture of a pass, or of what heads have maps of their own for
+    struct Mixed {  // sizes of the largest mixture of a pass, and of latent attention, whose heads are computed like experts
         int64_t n_experts = 0, n_chosen = 0, n_groups = 0;
         bool own_norms = false;  // whether the router and shared experts have norms of their own
-        int64_t n_heads = 0, of_heads = 0;  // of latent attention, and values of a head's rows
+        int64_t n_heads = 0, of_heads = 0;  // heads of latent attention, and values in the rows of one head
         void count_heads(const Attention& part, int64_t n_rows) {
             of_heads = std::max(of_heads, n_rows * part.room());
             n_heads = std::max<int64_t>(n_heads, part.n_heads);
@@ -292,7 +293,7 @@ template <class T> class Runner {
         }
     };
 
-    struct Share {  // of a pass: the rows of one expert, or of one head, which lie together from place `first` on
+    struct Share {  // n rows of one expert, or of one head, which are together from place `first` on
         int32_t expert, n;
         int64_t first;
     };
@@ -339,7 +340,7 @@ template <class T> class Runner {
     void choose_experts(const Mixture& part, int64_t i) const;
     bool reads_row(const Mixture& part, const Share& share) const;
     void bring_rows(const Mixture& part, const Share& share, const Input& rows) const;
-    void prepare(const Input& own, const Share& share, const Map& map) const;
+    void prepare(const Input& input, const Share& share, const Map& map) const;
     void add_up(const Mixture& part, const RowList& list, int64_t i, int first, int last);
     void count(const RowList& list, int n_chosen, int n_shared) const;
     void share_out(const Mixture& part, int64_t n_rows);
@@ -350,28 +351,28 @@ template <class T> class Runner {
     int n_threads_ = 1;
     T *inner_, *mixed_, *kept_;
     T* heads_;             // queries and keys of latent attention
-    T *gates_, *updates_;  // of gated heads; what recurrent layers' updates are made of
-    T* low_;               // what rows select by in them: a step of low rank, a key and a query; then the normed step
-    T* value_steps_;       // a step for each value, of rows and then of those before them
-    float* keys_;          // of a prompt's rows in a recurrent layer: queries and keys, as heads that share them use them
-    T *router_rows_, *shared_rows_;  // what the router and shared experts read, where they have norms of their own
-    float* scores_;        // of experts: each row's, and room to choose by them
-    Choice* choices_;      // of each row
-    int64_t* places_of_;   // of each choice: where the row lies among those of its expert
-    int32_t* source_;      // row at each place
-    T *inner_of_, *out_of_;  // of experts' rows
-    Input taken_;          // what experts read
+    T *gates_, *updates_;  // gates of gated heads; inputs of recurrent layers' updates
+    T* low_;               // of Mamba-1: each row's step of low rank, key and query; then the normed step
+    T* value_steps_;       // of Mamba-1: a step for each value, of the pass's rows and then of those before them
+    float* keys_;          // queries and keys of a prompt's rows in a recurrent layer, prepared once for heads that share them
+    T *router_rows_, *shared_rows_;  // the inputs of router and shared experts that have norms of their own
+    float* scores_;        // each row's scores of experts, and room to choose by them
+    Choice* choices_;      // the experts of each row
+    int64_t* places_of_;   // for each choice, the row's place among those of its expert
+    int32_t* source_;      // the row at each place
+    T *inner_of_, *out_of_;  // experts' inner values and outputs
+    Input taken_;          // the input of experts
     int64_t wide_;         // values between places, enough for the widest input
-    int64_t n_apart_;      // experts whose rows are brought to places of their own
-    std::atomic<int32_t>*done_;  // panels of each expert's first maps, and then experts of each panel of outputs
+    int64_t n_apart_;      // experts whose rows are copied to consecutive places
+    std::atomic<int32_t>*done_;  // finished panels of each expert's first maps, then finished experts of each panel of outputs
     static inline List<View> views_;
-    static inline List<Place> places_;       // of each row
-    static inline List<List<Part>> parts_;   // of each list
+    static inline List<Place> places_;       // by row
+    static inline List<List<Part>> parts_;   // by list
     static inline List<Input> inputs_;
     static inline List<Share> shares_;
     static inline Arena arena;
     static inline List<List<float>> tiles, scratch;  // per thread
-    static inline List<List<int32_t>> paths;         // slots of a row and of the one before it, per thread
+    static inline List<List<int32_t>> paths;         // slots that a row and the one before it see, per thread
 };
 
 }  // namespace

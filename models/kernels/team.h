@@ -1,5 +1,5 @@
-// Threads that run one function together, phase by phase. They wait for each other a moment awake and then asleep, so
-// that a team beside a busy program gives its processor away instead of burning it.
+// Threads that run one function together, phase by phase. A thread that waits for others first spins and then sleeps, so that
+// the team leaves its processors to other busy programs.
 #pragma once
 #include <atomic>
 #include <climits>
@@ -12,7 +12,7 @@
 #include <sys/syscall.h>
 #endif
 
-constexpr int SPINS = 4000;  // looks at a flag before sleeping: about as long as it takes to fall asleep and wake
+constexpr int SPINS = 4000;  // spins before sleeping: about as long as it takes to sleep and wake
 
 static inline void relax() {
 #if defined(__x86_64__)
@@ -22,7 +22,7 @@ static inline void relax() {
 #endif
 }
 
-// A number that threads wait for to change.
+// A number; threads can wait for it to change.
 struct Signal {
     std::atomic<uint32_t> value{0};
     std::atomic<int> sleepers{0};
@@ -54,7 +54,7 @@ struct Signal {
         if (value.load() == old) pthread_cond_wait(&changed, &lock);
         pthread_mutex_unlock(&lock);
     }
-    // Under the lock: who has looked at the value and is not asleep yet must not miss it.
+    // Broadcast under the lock, so that a thread between its check of the value and its sleep does not miss the signal.
     void wake_all() {
         pthread_mutex_lock(&lock);
         pthread_cond_broadcast(&changed);
@@ -65,9 +65,9 @@ struct Signal {
 
 class Team {
   public:
-    using Work = void (*)(void*, int);  // what to run on, and which thread of the team runs it
+    using Work = void (*)(void*, int);  // its object, and the number of the thread
 
-    // Run `work` on `n` threads, this one among them; callers see to it that one call runs at a time.
+    // Run `work` on n threads, including the caller's. Callers must not call it concurrently.
     void run(int n, Work work, void* on) {
         while (n_threads_ < n - 1) start_thread();
         n_ = n, work_ = work, on_ = on;
@@ -77,7 +77,7 @@ class Team {
         sync();
     }
 
-    // Share out 0 … n - 1 in pieces of `piece`; returns when all threads have done theirs, and one of them then `last`.
+    // Distribute 0 … n - 1 in pieces of `piece`. Returns when all threads are done and one of them has then run `last`.
     template <class F, class G> void each(int64_t n, int64_t piece, F&& body, G&& last) {
         for (int64_t i; (i = next_.fetch_add(piece, std::memory_order_relaxed)) < n;) body(i, i + piece < n ? i + piece : n);
         sync(last);
@@ -90,9 +90,9 @@ class Team {
         sync([] {});
     }
 
-    // Nobody goes on before all threads have come here, and the last of them has done `last`.
+    // A barrier: no thread continues before all have arrived and the last of them has run `last`.
     template <class G> void sync(G&& last) {
-        const int n = n_;  // before arriving: when all have, the next run may begin, with other numbers
+        const int n = n_;  // read before arriving: once all have arrived, the next run may change it
         uint32_t phase = phase_.value.load(std::memory_order_relaxed);
         if (arrived_.fetch_add(1, std::memory_order_acq_rel) == n - 1) {
             last();
@@ -104,7 +104,7 @@ class Team {
         }
     }
 
-    // After a fork only the calling thread lives on: begin with new threads and new signals.
+    // After a fork only the calling thread exists in the child: start with new threads and new signals.
     void forget_threads() {
         n_threads_ = 0;
         new (&start_) Signal, new (&phase_) Signal;
@@ -114,7 +114,7 @@ class Team {
     static constexpr int most = 255;
 
   private:
-    struct Member {  // what a new thread is told
+    struct Member {  // arguments of a new thread
         Team* team;
         int number;
         uint32_t seen;
@@ -124,10 +124,10 @@ class Team {
         auto* member = (Member*)malloc(sizeof(Member));
         if (!member) longjmp(failed, NO_MEMORY);
         *member = {this, n_threads_ + 1, start_.value.load()};
-        auto serve_member = [](void* told) -> void* {
-            const Member its = *(Member*)told;
-            free(told);
-            its.team->serve(its.number, its.seen);
+        auto serve_member = [](void* argument) -> void* {
+            const Member started = *(Member*)argument;
+            free(argument);
+            started.team->serve(started.number, started.seen);
             return nullptr;
         };
         pthread_t thread;
@@ -139,7 +139,8 @@ class Team {
         n_threads_++;
     }
 
-    // A start says in one number that it is a new one and how many threads take part: others must not look at `n_`.
+    // `start_` holds a run's count and its number of threads in one word, because threads that do not take part must not
+    // read `n_`.
     void serve(int number, uint32_t seen) {
         for (;;) {
             start_.wait_while(seen);

@@ -1,13 +1,13 @@
-// Intel's AMX: eight tiles of 16 rows of 64 bytes for each thread, and products of two of them that are added to a third.
+// Intel's AMX: each thread has eight tiles of 16 rows of 64 bytes, and adds products of two tiles to a third.
 #pragma once
 #include <utility>
 #include "vec.h"
 
 #if defined(WITH_AVX512) && defined(__AMX_BF16__) && defined(__AMX_INT8__)
 #define WITH_TILES 1
-constexpr int SIDE = 16;  // rows of a tile, and words of 32 bits in each
+constexpr int SIDE = 16;  // rows of a tile, and words of 32 bits in a row
 
-struct WholeTiles {  // as long as it lives, its thread's tiles are whole ones
+struct WholeTiles {  // configures its thread's tiles to full size while it exists
     WholeTiles() {
         struct alignas(64) {
             uint8_t palette = 1, start = 0, reserved[14] = {};
@@ -21,7 +21,7 @@ struct WholeTiles {  // as long as it lives, its thread's tiles are whole ones
 };
 
 template <int T> static inline void zero_tile() { asm volatile("tilezero %%tmm%c0" ::"i"(T)); }
-// Rows `stride` bytes apart.
+// `stride`: bytes between rows.
 template <int T> static inline void load_tile(const void* from, int64_t stride) {
     asm volatile("tileloadd (%0,%1,1), %%tmm%c2" ::"r"(from), "r"(stride), "i"(T) : "memory");
 }
@@ -32,18 +32,18 @@ template <int T> static inline void store_tile(void* to, int64_t stride) {
 template <int C, int A, int B> static inline void add_bf16() {
     asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(C), "i"(A), "i"(B));
 }
-// The same of four bytes in place of two numbers: signed ones by unsigned ones, to whole numbers.
+// The same for groups of four bytes, signed by unsigned, with sums in 32-bit integers.
 template <int C, int A, int B> static inline void add_bytes() {
     asm volatile("tdpbsud %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(C), "i"(A), "i"(B));
 }
 
-// f(0) … f(N - 1), as constants: a tile's number is part of its instruction.
+// Call f(0) … f(N - 1) with compile-time constants, because a tile's number is part of the instruction.
 template <class F, int... I> static inline void unrolled(F&& f, std::integer_sequence<int, I...>) {
     (f(std::integral_constant<int, I>{}), ...);
 }
 template <int N, class F> static inline void unrolled(F&& f) { unrolled(f, std::make_integer_sequence<int, N>{}); }
 
-// Make columns of 16 rows of 16 words.
+// Transpose 16 rows of 16 words.
 static inline void turn(__m512i (&v)[SIDE]) {
     __m512i t[SIDE];
     for (int i = 0; i < SIDE; i += 2) {

@@ -1,5 +1,5 @@
-// Vectors as wide as the instruction set that this is compiled for, and the two types that models are stored in.
-// Compiled with -ffp-contract=off: a product and a sum are one operation where `fma` says so, and nowhere else.
+// Vectors as wide as those of the target's instruction set, and the types that models are stored in.
+// Compiled with -ffp-contract=off, so that product and sum are fused only where `fma` is called.
 #pragma once
 #include <cmath>
 #include <cstdint>
@@ -29,7 +29,7 @@ typedef uint8_t vub __attribute__((vector_size(LANES), aligned(1), may_alias));
 struct bf16 {
     uint16_t bits;
 };
-struct f16 {  // of scales alone
+struct f16 {  // only scales have this type
     uint16_t bits;
 };
 
@@ -56,7 +56,7 @@ static inline float to_float(bf16 x) {
 }
 
 static inline float to_float(f16 x) {
-    // Exponent and mantissa as a float32's, whose exponents begin 112 lower; what is beyond f16's range is not a number.
+    // Shift exponent and mantissa to a float32's, whose bias of exponents is 112 larger. Infinities and NaNs become those.
     const uint32_t sign = uint32_t(x.bits & 0x8000) << 16, rest = uint32_t(x.bits & 0x7fff) << 13;
     const uint32_t odd = rest >= 0x0f800000 ? 0x7f800000 : 0;
     float value, unit;
@@ -71,7 +71,7 @@ static inline float to_float(f16 x) {
     return value;
 }
 
-// To the nearest, ties to even; a NaN stays one.
+// Round to the nearest, ties to even; NaN stays NaN.
 template <class T> static inline T rounded(float x);
 template <> inline float rounded<float>(float x) { return x; }
 template <> inline bf16 rounded<bf16>(float x) {
@@ -81,7 +81,7 @@ template <> inline bf16 rounded<bf16>(float x) {
     return bf16{uint16_t((bits + 0x7fff + ((bits >> 16) & 1)) >> 16)};
 }
 
-// By their own type: for AVX2, gcc copies by `memcpy` in halves, and what reads the whole waits until both are written.
+// Load through the vector type: with AVX2, gcc turns `memcpy` into two copies of halves, and the next read stalls on both.
 static inline vf load(const float* from) { return *(const vf*)from; }
 static inline vf load(const bf16* from) { return (vf)(__builtin_convertvector(*(const vh*)from, vu) << 16); }
 static inline vf load(const f16* from) {
@@ -104,7 +104,7 @@ static inline void store(bf16* to, vf value) {
     vu is_nan = (vu)((bits & 0x7fffffffu) > 0x7f800000u);
     *(vh*)to = __builtin_convertvector((is_nan & ((bits >> 16) | 0x40u)) | (~is_nan & even), vh);
 }
-// Values i, i + 1, … of `n`, and zeros behind the last.
+// LANES values from index i on, with zeros after the n-th.
 template <class T> static inline vf part_of(const T* x, int i, int n) {
     if (i + LANES <= n) return load(x + i);
     T padded[LANES] = {};
@@ -112,7 +112,7 @@ template <class T> static inline vf part_of(const T* x, int i, int n) {
     return load((const T*)padded);
 }
 
-// As it will read when it was stored as T.
+// Round to T: the value that a store as T and a load would give.
 template <class T> static inline vf as_stored(vf value) {
     if constexpr (sizeof(T) == 4) return value;
     vu bits = (vu)value;
@@ -122,7 +122,7 @@ template <class T> static inline vf as_stored(vf value) {
 }
 template <class T> static inline float as_stored(float value) { return to_float(rounded<T>(value)); }
 
-// The sum of the lanes, always in this order: halves upon each other until one is left.
+// The sum of the lanes, always in the same order: the upper half is added to the lower one until one lane is left.
 static inline float sum(vf v) {
     float lanes[LANES];
     memcpy(lanes, &v, sizeof v);
@@ -131,7 +131,7 @@ static inline float sum(vf v) {
     return lanes[0];
 }
 
-// The larger ones; b where one is no number.
+// The larger of each pair of lanes; b if either is NaN.
 static inline vf larger(vf a, vf b) {
 #if defined(WITH_AVX512)
     return (vf)_mm512_max_ps((__m512)a, (__m512)b);
@@ -141,7 +141,7 @@ static inline vf larger(vf a, vf b) {
 #endif
 }
 
-// e^x to about 2 units in the last place; 0 below -87, inf above 88.7, NaN of NaN.
+// e^x, accurate to about 2 units in the last place; 0 below -87, infinity above 88.7, NaN for NaN.
 static inline vf exp(vf x) {
     const vf low = splat(-87.3f), high = splat(88.8f);
     const vf clipped = -larger(-high, -x);
@@ -159,7 +159,7 @@ static inline vf exp(vf x) {
 #if defined(WITH_AVX512)
     return (vf)_mm512_maskz_scalef_ps(_mm512_cmp_ps_mask((__m512)x, (__m512)low, _CMP_NLT_UQ), (__m512)p, (__m512)n);
 #else
-    // 2^n in two factors, for n reaches 128.
+    // 2^n as a product of two factors, because n can be 128.
     vi k = (vi)shifted - (vi)magic, half = k >> 1;
     vf result = p * (vf)((half + 127) << 23) * (vf)((k - half + 127) << 23);
     const vi is_low = x < low, is_nan = x != x;
@@ -167,7 +167,7 @@ static inline vf exp(vf x) {
 #endif
 }
 
-// 2^x of x up to 127, to about 1 unit in the last place; 0 below -126, NaN of NaN.
+// 2^x for x up to 127, accurate to about 1 unit in the last place; 0 below -126, NaN for NaN.
 static inline vf exp2(vf x) {
     const vf low = splat(-126.0f);
 #if defined(WITH_AVX512)

@@ -1,4 +1,4 @@
-// Which slots the rows of a pass see.
+// The slots that the rows of a pass see.
 #pragma once
 #include <algorithm>
 #include "memory.h"
@@ -7,24 +7,23 @@ struct Run {
     int32_t start, length;
 };
 
-// Which slots the rows of a pass see in one window, as runs of consecutive slots.
+// The slots that rows see through one window, as runs of consecutive slots.
 struct View {
     int window;            // as in `Step`
     List<Run> runs;
-    List<int32_t> first;   // run of each row, and the number of runs
-    List<int32_t> oldest;  // place of the first slot of each row
-    List<int32_t> n_seen;  // slots of each row
+    List<int32_t> first;   // index of each row's first run; last, the number of runs
+    List<int32_t> oldest;  // place of each row's first slot
+    List<int32_t> n_seen;  // number of slots of each row
 
-    void begin(int its_window) {
-        window = its_window;
+    void begin(int size) {
+        window = size;
         runs.clear(), first.clear(), oldest.clear(), n_seen.clear();
     }
 };
 
-// Add the n rows of a sequence.
+// Add the n rows of a sequence, which use the slots from `first_slot` on. Slot i before them has position i.
 //
-// Args: visible: (rows, end) or null where every row sees all slots up to its own; positions: of the rows, which lie at
-//       slots `first_slot`, `first_slot` + 1, …; the slots before hold the positions of their own numbers.
+// Args: positions: of the rows. visible: (n, first_slot + n), which slots a row sees; null: all up to its own.
 static inline void look(View& view, int n, int first_slot, const int32_t* positions, const uint8_t* visible) {
     const int end = first_slot + n, window = view.window;
     for (int row = 0; row < n; row++) {
@@ -32,7 +31,7 @@ static inline void look(View& view, int n, int first_slot, const int32_t* positi
         const int position = positions[row];
         const int oldest = window < 0 ? position - position % -window : window ? std::max(0, position - window + 1) : 0;
         int seen = 0;
-        // Runs of slots [from, to) that `sees` marks, slots and positions of the same numbers or not.
+        // Add slots [from, to) to the row's last run, or as a new one.
         auto see = [&](int from, int to) {
             Run* last = view.runs.n > size_t(view.first.last()) ? &view.runs.last() : nullptr;
             if (last && last->start + last->length == from) last->length += to - from;
