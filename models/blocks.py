@@ -15,6 +15,7 @@ from ..core.layer_sets import KINDS, LayerSet
 from .buffer import KVBuffer
 from .coded import CodedLinear
 from .config_layout import AttentionWindow, heads_of, key_sources
+from .convolutions import gated_convolution
 from .family import Family, GatedDelta, Mixer, Selective, SelectiveScan, ShortConv, names_in
 from .heads import attend, split_gates, split_heads
 from .latents import heads_of_latents, values_of_latents
@@ -48,9 +49,8 @@ class RowGroup:
     """Rows of one sequence that a sub-layer runs on, and the slots they attend to; shared by all layers of a pass.
 
     `spans` says where keys and values are written: consecutive parts of the group, each as (first row in the group,
-    first slot, length). `mask` is as for `attend`, over slots start … end - 1. `before`, int64 (rows, n), has the slots
-    of the n tokens that a convolution reads for a row, the row's own last; -1 before the text. `seen` and `is_text` are
-    as in `Rows`.
+    first slot, length). `mask` is as for `attend`, over slots start … end - 1. `before` says where the last tokens lie
+    that a convolution reads for a row; see `places_of`. `seen` and `is_text` are as in `Rows`.
     """
 
     rotation: RotaryTables | None
@@ -79,10 +79,10 @@ class LayerRows(Protocol):
         """Write the rows' keys and values, if the layer has its own; return heads' outputs (rows, heads * width)."""
         ...
 
-    def convolution_inputs(self, block: Block, inputs: Tensor) -> Tensor:
-        """Write the rows' inputs (rows, values); return those that each row reads, (rows, taps, values), oldest first.
+    def convolution(self, block: Block, conv: Any, projected: Tensor) -> Tensor:
+        """Write the rows' gated values; return what a short convolution and its gates give, (rows, values).
 
-        Inputs before the text are zero.
+        Args: projected: (rows, 3 * values), see `gated_convolution`.
         """
         ...
 
@@ -191,13 +191,7 @@ def attention_out(block: Block, parts: LayerModules, mixed: Tensor) -> Tensor:
 
 def convolved(block: Block, parts: LayerModules, normed: Tensor, rows: LayerRows) -> Tensor:
     """Return the output of a gated short convolution for normed states (rows, hidden_size)."""
-    into_gate, out_gate, values = parts.qkv[0](normed).chunk(3, dim=-1)
-    inputs = rows.convolution_inputs(block, into_gate * values)
-    wide = torch.promote_types(inputs.dtype, torch.float32)
-    mixed = (inputs.to(wide) * parts.conv.weight[:, 0].t().to(wide)).sum(dim=1)
-    if parts.conv.bias is not None:
-        mixed = mixed + parts.conv.bias
-    out = cast(Tensor, parts.out(out_gate * mixed.to(inputs.dtype)))
+    out = cast(Tensor, parts.out(rows.convolution(block, parts.conv, parts.qkv[0](normed))))
     return out if parts.attn_post is None else cast(Tensor, parts.attn_post(out))
 
 
@@ -424,15 +418,12 @@ class BufferRows:
         group_parts = zip(*(torch.split(part, n_rows) for part in (query, key, value)), self.groups, strict=True)
         return torch.cat([_attended(block, *parts, *group) for *parts, group in group_parts])
 
-    def convolution_inputs(self, block: Block, inputs: Tensor) -> Tensor:
-        read, n_rows = [], [group.n_rows for group, _ in self.groups]
-        for group_inputs, (group, buffer) in zip(torch.split(inputs, n_rows), self.groups, strict=True):
-            slots = buffer.keys[block.index][0]
-            for row, slot, length in group.spans:
-                slots[slot : slot + length] = group_inputs[row : row + length]
+    def convolution(self, block: Block, conv: Any, projected: Tensor) -> Tensor:
+        given, n_rows = [], [group.n_rows for group, _ in self.groups]
+        for group_rows, (group, buffer) in zip(torch.split(projected, n_rows), self.groups, strict=True):
             assert group.before is not None
-            read.append(slots[group.before] * (group.before >= 0)[..., None])
-        return torch.cat(read)
+            given.append(gated_convolution(group_rows, buffer.keys[block.index][0], group.before, conv))
+        return given[0] if len(given) == 1 else torch.cat(given)
 
     def recurrence_tails(self, block: Block, inputs: Tensor) -> Tensor:
         return torch.cat([states.tails(block.index, rows) for states, rows in self._of_states(inputs)])

@@ -22,7 +22,6 @@ from .kernels import device_states
 from .state_rules import StateForm, StateRule
 from .transfers import uploaded
 
-KERNEL_PLACES = ("cuda",)  # Types of devices on which kernels in Triton take rows into states.
 MOST_SNAPSHOTS = 4  # Most snapshots per text; a further one replaces the second oldest.
 
 
@@ -184,7 +183,7 @@ class RecurrentStates:
     def advance(self, layer: int, rule: StateRule, rows: StateRows) -> Tensor:
         """Return what rows give by their inputs (rows, n_inputs): (rows, heads * value_width)."""
         moves = self._moves_of(layer, rows)
-        by_kernels = rows.inputs.device.type in KERNEL_PLACES and device_states.computes(rule, rows.inputs)
+        by_kernels = device_states.computes(rule, rows.inputs)
         take = self._take_by_kernels if by_kernels else self._take_by_torch
         out = take(layer, rule, rows, moves)
         self.roots[layer, : len(moves.roots)] = torch.tensor(moves.roots)

@@ -12,7 +12,7 @@ from collections.abc import Generator, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import islice, pairwise
-from typing import Literal, Protocol, cast
+from typing import Any, Literal, Protocol, cast
 
 import numpy as np
 import torch
@@ -24,6 +24,7 @@ from ..core.layer_sets import KINDS, Kind, LayerSet, PartForm
 from .blocks import Block, BufferRows, RowGroup
 from .buffer import KVBuffer
 from .config_layout import AttentionWindow
+from .convolutions import places_of
 from .heads import of_groups
 from .kernels import device_attention as kernels
 from .rotation import RotaryTables, TablesByType
@@ -192,27 +193,28 @@ class PassPlan:
             )
         spans: tuple[tuple[int, int, int], ...] = ((0, first, self.n),)
         start, mask = self._mask(block) if block.has_attention else (0, None)
-        before = self.slots_before(block.n_taps, block.device) if block.n_taps and block.rule is None else None
+        before = self.slots_before(block.n_taps) if block.n_taps and block.rule is None else None
         seen = self.rows.seen() if block.rule is not None else None
         if variants != self.every:
             index = self.row_index(variants, block.device)
-            before = None if before is None else before[index]
+            before = None if before is None else before[index.cpu()]
             seen = None if seen is None else seen[index.cpu()]
             rotation = None if rotation is None else rotation.of_rows(index)
             mask = None if mask is None else mask[index]
             spans = tuple((i * self.share, first + v * self.share, self.share) for i, v in enumerate(sorted(variants)))
         mask = None if mask is None else of_groups(block.heads, mask)
-        return RowGroup(rotation, spans, start, self.end, mask, before, seen, self.rows.is_text)
+        places = None if before is None else uploaded(places_of(before), block.device)
+        return RowGroup(rotation, spans, start, self.end, mask, places, seen, self.rows.is_text)
 
-    def slots_before(self, n: int, device: torch.device) -> Tensor:
+    def slots_before(self, n: int) -> Tensor:
         """Return the slots of the last `n` tokens that each row sees, its own last: int64 (rows, n), -1: no token."""
         slots_of_rows = torch.arange(self.rows.first_slot, self.end)[:, None]
         if self.rows.visible is None:
-            return (slots_of_rows + torch.arange(1 - n, 1)).clamp(min=-1).to(device)
+            return (slots_of_rows + torch.arange(1 - n, 1)).clamp(min=-1)
         seen = cast(Tensor, self.rows.seen()) & (torch.arange(self.end) <= slots_of_rows)
         slots = torch.where(seen, torch.arange(self.end), -1)
         padded = torch.nn.functional.pad(slots, (max(0, n - self.end), 0), value=-1)
-        return padded.topk(n, dim=1).values.flip(1).to(device)
+        return padded.topk(n, dim=1).values.flip(1)
 
     def _mask(self, block: Block) -> tuple[int, Tensor | None]:
         """Return the first slot to read and the additive mask over the slots from there, for all rows."""
@@ -414,7 +416,7 @@ class TableRows:
         if self._tables is not None and (rotated_late or not self._tables.is_usual(runtime.dtype)):
             self.rotation, self._tables = self._tables.at(data[kernels.POSITION].long()), None
 
-    def convolution_inputs(self, block: Block, inputs: Tensor) -> Tensor:
+    def convolution(self, block: Block, conv: Any, projected: Tensor) -> Tensor:
         raise NotImplementedError("a table of rows has no slots of a convolution's inputs")
 
     def recurrence_tails(self, block: Block, inputs: Tensor) -> Tensor:

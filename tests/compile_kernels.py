@@ -20,7 +20,15 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-from swiftopt.models.kernels import device, device_attention, device_codes, device_experts, device_states, layout
+from swiftopt.models.kernels import (
+    device,
+    device_attention,
+    device_codes,
+    device_convolutions,
+    device_experts,
+    device_states,
+    layout,
+)
 from swiftopt.models.state_rules import DeltaRule, StateForm, StateSpace
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
@@ -149,7 +157,17 @@ def main() -> None:
                 for softcap, sinks in ((None, None), (50.0, None), (None, meta(HEADS, dtype=dtype))):
                     device_attention.attend(query, table, 5, ROWS, n_slots, 3, 40, 8, width**-0.5, softcap, sinks)
         compile_experts(dtype)
+        compile_convolutions(dtype)
         compile_states(dtype)
+
+
+def compile_convolutions(dtype: torch.dtype) -> None:
+    """Compile LFM2's convolution, at the shape of LFM2 2.6B, and with a bias."""
+    table = meta(ROWS, 1 + 3, dtype=torch.int64)
+    for has_bias in (False, True):
+        conv = torch.nn.Conv1d(2048, 2048, 3, groups=2048, bias=has_bias, dtype=dtype, device="meta")
+        slots = meta(4096, 2048, dtype=dtype)
+        device_convolutions.gated_convolution(meta(ROWS, 3 * 2048, dtype=dtype), slots, table, conv)
 
 
 def compile_states(dtype: torch.dtype) -> None:

@@ -46,5 +46,16 @@ def in_steps_and_in_a_tree(
     return prefilled, steps, rows[::2], tree
 
 
+def seen_by(parents: Sequence[int], first: int, n_read: int | None = None) -> torch.Tensor:
+    """Return which slots the rows of a tree see, given their parents (-1: the text)."""
+    seen = torch.zeros((len(parents), first + len(parents)), dtype=torch.bool)
+    seen[:, : first if n_read is None else n_read] = True
+    for row, parent in enumerate(parents):
+        if parent >= 0:
+            seen[row] |= seen[parent]
+        seen[row, first + row] = True
+    return seen
+
+
 def close(found: torch.Tensor, wanted: torch.Tensor, dtype: torch.dtype) -> None:
     torch.testing.assert_close(found.double(), wanted.double(), rtol=CLOSE[dtype], atol=CLOSE[dtype] * 3)

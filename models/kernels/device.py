@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+PLACES = ("cuda",)  # Types of devices that the kernels run on.
 TILE = 16  # Rows per tile of a product: the minimum for tensor cores.
 # Rows per tile of a map over more than `TILE` rows. Tiles of 64 rows would use an instruction that sums in another
 # order.
@@ -149,6 +150,11 @@ if importlib.util.find_spec("triton") is not None:
         wide = wide * tl.where(z >= 0.0, 1.0, small) / (1.0 + small)
         # Torch stores the activation before it multiplies, so it is rounded here, too.
         tl.store(out + row * n + at, (wide.to(gate.dtype).to(tl.float32) * up).to(gate.dtype), mask=mask)
+
+
+def runs(x: Tensor) -> bool:
+    """Tell whether the kernels compute with tensors such as this one."""
+    return x.device.type in PLACES and x.dtype in DTYPES and obstacle() is None
 
 
 @cache

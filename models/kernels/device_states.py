@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from .device import DTYPES, obstacle, on_its_device
+from .device import on_its_device, runs
+from .device_convolutions import of_token, sigmoid, silu_of_sum, sum_of_taps
 
 if TYPE_CHECKING:
     from ..state_rules import StateRule
@@ -27,11 +28,6 @@ COLUMNS = 16  # Of a head's state that a Triton program has in registers.
 if importlib.util.find_spec("triton") is not None:
     import triton
     import triton.language as tl
-
-    @triton.jit
-    def _sigmoid(x):
-        small = tl.exp(-tl.abs(x))  # An exponential of a positive number could overflow.
-        return tl.where(x >= 0.0, 1.0, small) / (1.0 + small)
 
     @triton.jit
     def _softplus(x):
@@ -56,19 +52,10 @@ if importlib.util.find_spec("triton") is not None:
         at = tl.arange(0, WIDTH)
         mask = at < tl.where(is_key, key_width, value_width)
         places = table + move * (N_FIELDS + N_TAPS) + N_FIELDS
-        mixed = tl.zeros((WIDTH,), dtype=tl.float32)
-        for tap in tl.static_range(N_TAPS):
-            place = tl.load(places + tap)
-            is_new = place < n_new
-            from_new = tl.load(new + place * n_inputs + first + at, mask=mask & is_new & (place >= 0), other=0.0)
-            from_ring = tl.load(ring + (place - n_new) * n_inputs + first + at, mask=mask & (is_new == 0), other=0.0)
-            weight = tl.load(taps + (first + at) * N_TAPS + tap, mask=mask, other=0.0).to(tl.float32)
-            mixed += tl.where(is_new, from_new, from_ring).to(tl.float32) * weight
-        if HAS_BIAS:
-            mixed += tl.load(bias + first + at, mask=mask, other=0.0).to(tl.float32)
-        # Round as torch does, which writes what a convolution gives, and then the activation.
-        mixed = mixed.to(new.dtype.element_ty).to(tl.float32)
-        mixed = (mixed * _sigmoid(mixed)).to(new.dtype.element_ty).to(tl.float32)
+        mixed = sum_of_taps(
+            new, ring, places, taps, bias, n_new, n_inputs, n_inputs, first + at, mask, N_TAPS, HAS_BIAS, 0
+        )
+        mixed = silu_of_sum(mixed, new.dtype.element_ty).to(tl.float32)
         if CORRECTS:
             unit = mixed * tl.rsqrt(tl.sum(mixed * mixed, axis=0) + 1e-6)
             unit = tl.where(part < n_key_heads, unit * query_scale, unit)
@@ -76,21 +63,12 @@ if importlib.util.find_spec("triton") is not None:
         update = updates + move * (2 * n_key_heads * key_width + n_heads * (value_width + 2))
         tl.store(update + first + at, mixed, mask=mask)
         place = tl.load(places + N_TAPS - 1)
-        is_new = place < n_new
         number = n_convolved + tl.maximum(head, 0)
         if CORRECTS:
-            amount = tl.where(
-                is_new,
-                tl.load(new + place * n_inputs + number, mask=is_new, other=0.0),
-                tl.load(ring + (place - n_new) * n_inputs + number, mask=is_new == 0, other=0.0),
-            )
-            amount = _sigmoid(amount.to(tl.float32)).to(new.dtype.element_ty).to(tl.float32)
+            amount = of_token(new, ring, place, n_new, n_inputs, n_inputs, number, place >= 0, 0).to(tl.float32)
+            amount = sigmoid(amount).to(new.dtype.element_ty).to(tl.float32)
             number += n_heads
-        step = tl.where(
-            is_new,
-            tl.load(new + place * n_inputs + number, mask=is_new, other=0.0),
-            tl.load(ring + (place - n_new) * n_inputs + number, mask=is_new == 0, other=0.0),
-        ).to(tl.float32)
+        step = of_token(new, ring, place, n_new, n_inputs, n_inputs, number, place >= 0, 0).to(tl.float32)
         of_head = tl.maximum(head, 0)
         step = _softplus(step * step_scale + tl.load(step_bias + of_head).to(tl.float32))
         step = tl.minimum(tl.maximum(step, least), largest)
@@ -151,7 +129,7 @@ def computes(rule: StateRule, inputs: Tensor) -> bool:
     """Tell whether the kernels take rows with these inputs into states of a rule."""
     form = rule.form
     is_known = form.convolves_keys and max(form.key_width, form.value_width) <= WIDEST
-    return bool(is_known) and inputs.dtype in DTYPES and obstacle() is None
+    return bool(is_known) and runs(inputs)
 
 
 @on_its_device

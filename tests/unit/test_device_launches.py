@@ -24,10 +24,21 @@ from swiftopt.models.state_rules import DeltaRule, StateForm
 pytest.importorskip("triton")
 from triton.runtime.jit import KernelInterface
 
-from swiftopt.models.kernels import device, device_attention, device_codes, device_experts, device_states, layout
+from swiftopt.models.kernels import (
+    device,
+    device_attention,
+    device_codes,
+    device_convolutions,
+    device_experts,
+    device_states,
+    layout,
+)
 
 # Functions in Triton that no program of ours launches.
-CALLED_BY_KERNELS = {"_best", "_scales", "_doubled", "_iq4", "_sigmoid", "_softplus"}
+CALLED_BY_KERNELS = {
+    *("_best", "_scales", "_doubled", "_iq4", "_softplus"),
+    *("sigmoid", "silu_of_sum", "of_token", "sum_of_taps"),
+}
 
 
 class Operations(TorchDispatchMode):
@@ -64,7 +75,7 @@ def test_a_layer_is_four_maps_and_five_other_kernels(monkeypatch: pytest.MonkeyP
 
 def kernels_by_module() -> dict[str, Any]:
     """Every Triton kernel's name, and the module that has it."""
-    modules = (device, device_attention, device_codes, device_experts, device_states)
+    modules = (device, device_attention, device_codes, device_convolutions, device_experts, device_states)
     kernels = {name: of for of in modules for name, each in vars(of).items() if isinstance(each, KernelInterface)}
     return {name: of for name, of in kernels.items() if name not in CALLED_BY_KERNELS}
 
@@ -112,6 +123,11 @@ def test_every_kernel_is_launched_where_its_tensors_lie(monkeypatch: pytest.Monk
     assert device_experts.expert_linear(x, maps, None, taken, *shared).shape == (4, 64)
     device_experts.mixed(heads.view(4, -1)[:, :64], maps, None, taken, x, *shared)
     device_states.take(state, state, delta, x, x, moves, x)
+    with torch.device("meta"):
+        conv = torch.nn.Conv1d(21, 21, 3, groups=21)
+    projected = weight[:2, :63]
+    device_convolutions.gated_convolution(projected, weight[:, :21], table, conv)
+    assert launched.pop("_gated_convolution") is projected and kernels.pop("_gated_convolution")
     assert set(launched) == set(kernels) and not Guard.current
     assert launched["_chosen"] is x and launched["_shared_out"] is taken
     assert launched["_joined"] is launched["_coded"] is launched["_norm"] is launched["_gated"] is x

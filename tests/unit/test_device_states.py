@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from families import tiny_runtime
-from on_device import HALF, PLACE, close, here, in_steps_and_in_a_tree
+from on_device import HALF, PLACE, close, here, in_steps_and_in_a_tree, seen_by
 
 from swiftopt.models.recurrent import RecurrentStates, StateRows
 from swiftopt.models.rows import Rows
@@ -30,7 +30,7 @@ N_TEXT, N_ROWS = 3, 5
 
 @pytest.fixture
 def by_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("swiftopt.models.recurrent.KERNEL_PLACES", (PLACE.type,))
+    monkeypatch.setattr("swiftopt.models.kernels.device.PLACES", (PLACE.type,))
 
 
 def made(variant: str, dtype: torch.dtype) -> tuple[Runtime, StateRule, int]:
@@ -49,17 +49,6 @@ def states_of(runtime: Runtime, layer: int, lag: int = 0) -> RecurrentStates:
 def inputs_of(rule: StateRule, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(N_TEXT + N_ROWS, rule.form.n_inputs, generator=generator).to(PLACE, dtype)
-
-
-def seen_by(parents: list[int], first: int, n_read: int | None = None) -> torch.Tensor:
-    """Return which slots the rows of a tree see, given their parents (-1: the text)."""
-    seen = torch.zeros((len(parents), first + len(parents)), dtype=torch.bool)
-    seen[:, : first if n_read is None else n_read] = True
-    for row, parent in enumerate(parents):
-        if parent >= 0:
-            seen[row] |= seen[parent]
-        seen[row, first + row] = True
-    return seen
 
 
 TREE = [-1, 0, 0, 2, -1]
@@ -90,7 +79,7 @@ def test_states_and_rows_are_torchs(
     runtime, rule, layer = made(variant, dtype)
     inputs, found = inputs_of(rule, dtype), list[list[torch.Tensor]]()
     for places in ((), (PLACE.type,)):
-        monkeypatch.setattr("swiftopt.models.recurrent.KERNEL_PLACES", places)
+        monkeypatch.setattr("swiftopt.models.kernels.device.PLACES", places)
         states = states_of(runtime, layer, lag)
         outs = rounds(states, layer, rule, inputs)
         if lag:  # Rows of a search read the older state, and are not kept.
@@ -148,7 +137,7 @@ def test_models_compute_by_them(variant: str, monkeypatch: pytest.MonkeyPatch) -
     calls, take = list[int](), device_states.take
     monkeypatch.setattr(device_states, "take", lambda *args: (calls.append(len(calls)), take(*args)))
     for places in ((), (PLACE.type,)):
-        monkeypatch.setattr("swiftopt.models.recurrent.KERNEL_PLACES", places)
+        monkeypatch.setattr("swiftopt.models.kernels.device.PLACES", places)
         runtime, _, _ = made(variant, torch.float32)
         prefilled, steps, rows, _ = in_steps_and_in_a_tree(runtime, prompt, chain)
         answers.append(torch.cat([prefilled[None], torch.stack(steps), rows]))
