@@ -15,10 +15,10 @@ constexpr int CHANNELS = 32;            // coded together; heads of whole such w
 constexpr int MIDDLE = 8;               // the code of a middle
 constexpr int CODES_AHEAD = 12288;      // bytes between asking for codes and using them
 
-#if defined(WITH_AVX512) && defined(__AVX512VNNI__)
-constexpr int CODED_HEADS = 6, CODED_BLOCKS = 2;  // whose sums the registers hold
+#if defined(WITH_DOTS)
+constexpr int CODED_HEADS = 6, CODED_SLICES = 2;  // whose sums the registers hold
 #else
-constexpr int CODED_HEADS = 3, CODED_BLOCKS = 1;
+constexpr int CODED_HEADS = 3, CODED_SLICES = 2;
 #endif
 
 static inline int64_t piece_bytes(int width) { return 2 * width * int64_t(sizeof(bf16)) + PIECE / 2 * width; }
@@ -60,7 +60,7 @@ template <class T> static void code_piece(const T* slots, int width, bool of_val
             for (int s = 0; s < PIECE; s++) {
                 const vf x = larger((load(rows[s] + i) - middle) * inverse + float(MIDDLE), vf{});
                 const vi code = (vi)(-larger(-x, splat(-15.0f)) + magic) - (vi)magic;
-                *(vub*)(codes[s] + i) = __builtin_convertvector(code, vub);
+                store_bytes(codes[s] + i, (vi)code);
             }
         }
         if (of_values) {
@@ -87,43 +87,40 @@ template <class T> static void code_unit(const T* keys, const T* values, int wid
     }
 }
 
-typedef int32_t Word32 __attribute__((may_alias, aligned(4)));
-
-// sink(row, block, sums of the codes) of H rows of codes by B blocks.
-template <int H, int B, class F>
+// sink(row, slice, sums of the codes) of H rows of codes by S slices.
+template <int H, int S, class F>
 static inline __attribute__((always_inline)) void coded_tile(
-    const Piece& piece, int block, int n_inputs, const int8_t* rows, int h, F&& sink) {
-    Sums sums[H][B];
-    for (int at = 0; at < n_inputs; at += 8)
-        for (int b = 0; b < B; b++) {
-            const uint8_t* line = piece.line(n_inputs, block + b, at / 8);
+    const Piece& piece, int slice, int n_inputs, const int8_t* rows, int h, F&& sink) {
+    using U = Unit<4>;
+    constexpr int T = S < VECTORS ? S : VECTORS;  // slices of a block
+    vi sums[H][S / T][T] = {};
+    for (int at = 0; at < n_inputs; at += U::INPUTS)
+        for (int s = 0; s < S; s += T) {
+            const uint8_t* line = piece.line(n_inputs, (slice + s) / VECTORS, at / 8) + (slice + s) % VECTORS * LANES * 4;
             __builtin_prefetch(line + CODES_AHEAD, 0, 3);
-            const Unit<4> unit(line);
-            for (int r = 0; r < H; r++) {
-                const auto* x = (const Word32*)(rows + int64_t(h + r) * n_inputs + at);
-                sums[r][b].add_pair(unit.quads[0], x[0], unit.quads[1], x[1]);
-            }
+            const auto units = units_of<U>(line, std::make_integer_sequence<int, T>());
+            for (int r = 0; r < H; r++) add_products(units.of, rows + int64_t(h + r) * n_inputs + at, sums[r][s / T]);
         }
     for (int r = 0; r < H; r++)
-        for (int b = 0; b < B; b++) sink(h + r, block + b, converted(sums[r][b]));
+        for (int s = 0; s < S; s++) sink(h + r, slice + s, __builtin_convertvector(sums[r][s / T][s % T], vf));
 }
 
 template <int H, class F>
-static inline void coded_tiles(int m, const Piece& piece, int n_blocks, int n_inputs, const int8_t* rows, int h, F&& sink) {
+static inline void coded_tiles(int m, const Piece& piece, int n_slices, int n_inputs, const int8_t* rows, int h, F&& sink) {
     if (m < H) {
-        if constexpr (H > 1) coded_tiles<H - 1>(m, piece, n_blocks, n_inputs, rows, h, sink);
+        if constexpr (H > 1) coded_tiles<H - 1>(m, piece, n_slices, n_inputs, rows, h, sink);
         return;
     }
-    static_assert(PIECE / OUTPUTS % CODED_BLOCKS == 0 && CHANNELS / OUTPUTS % CODED_BLOCKS == 0, "tiles are whole");
-    for (int block = 0; block < n_blocks; block += CODED_BLOCKS)
-        coded_tile<H, CODED_BLOCKS>(piece, block, n_inputs, rows, h, sink);
+    static_assert(PIECE / LANES % CODED_SLICES == 0 && CHANNELS / LANES % CODED_SLICES == 0, "tiles are whole");
+    for (int slice = 0; slice < n_slices; slice += CODED_SLICES)
+        coded_tile<H, CODED_SLICES>(piece, slice, n_inputs, rows, h, sink);
 }
 
-// The same of m rows and all blocks.
+// The same of m rows and all slices.
 template <class F>
-static inline void coded_sums(int m, const Piece& piece, int n_blocks, int n_inputs, const int8_t* rows, F&& sink) {
+static inline void coded_sums(int m, const Piece& piece, int n_slices, int n_inputs, const int8_t* rows, F&& sink) {
     for (int h = 0; h < m; h += CODED_HEADS)
-        coded_tiles<CODED_HEADS>(std::min(CODED_HEADS, m - h), piece, n_blocks, n_inputs, rows, h, sink);
+        coded_tiles<CODED_HEADS>(std::min(CODED_HEADS, m - h), piece, n_slices, n_inputs, rows, h, sink);
 }
 
 // Scores of m heads' queries (m, `apart`) with the slots of a unit. `room`: bytes for m rows of codes.
@@ -142,9 +139,8 @@ static void coded_scores(
             round_row(own, width, width, room + h * width, scale + h, offset + h, halves);
             offset[h] = sum(products) - MIDDLE * offset[h];
         }
-        coded_sums(m, piece, PIECE / OUTPUTS, width, room, [&](int h, int block, const Sixteen& sums) {
-            float* to = scores + h * BESIDE + p * PIECE + block * OUTPUTS;
-            for (int v = 0; v < VECTORS; v++) store(to + v * LANES, fma(sums.v[v], splat(scale[h]), splat(offset[h])));
+        coded_sums(m, piece, PIECE / LANES, width, room, [&](int h, int slice, vf sums) {
+            store(scores + h * BESIDE + p * PIECE + slice * LANES, fma(sums, splat(scale[h]), splat(offset[h])));
         });
     }
 }
@@ -162,13 +158,11 @@ static void coded_mix(int m, const float* probs, const uint8_t* unit, int width,
             // What small probabilities lose when they are rounded counts as reading the middle.
             total[h] = sum(sums), less[h] *= MIDDLE;
         }
-        coded_sums(m, piece, width / OUTPUTS, PIECE, room, [&](int h, int block, const Sixteen& sums) {
-            for (int v = 0; v < VECTORS; v++) {
-                const int at = block * OUTPUTS + v * LANES;
-                const vf codes = fma(sums.v[v], splat(scale[h]), splat(-less[h]));
-                float* to = out + h * apart + at;
-                store(to, fma(load(piece.steps + at), codes, fma(load(piece.middles + at), splat(total[h]), load(to))));
-            }
+        coded_sums(m, piece, width / LANES, PIECE, room, [&](int h, int slice, vf sums) {
+            const int at = slice * LANES;
+            const vf codes = fma(sums, splat(scale[h]), splat(-less[h]));
+            float* to = out + h * apart + at;
+            store(to, fma(load(piece.steps + at), codes, fma(load(piece.middles + at), splat(total[h]), load(to))));
         });
     }
 }

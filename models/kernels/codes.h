@@ -8,11 +8,7 @@
 #include "dense.h"
 
 constexpr int OUTPUTS = 16;  // of a block
-constexpr int VECTORS = OUTPUTS / LANES;
-// A number for each output of a block, in as many vectors as it takes.
-struct Sixteen {
-    vf v[VECTORS] = {};
-};
+constexpr int VECTORS = OUTPUTS / LANES;  // of a line, each with LANES outputs of the block: its slices
 
 // A kind of codes: their bits, plus KINDS times the table that they are places in. Without a table they are numbers.
 constexpr int KINDS = 16;
@@ -31,149 +27,118 @@ constexpr uint8_t TABLES[3][16] = {
 };
 
 #if defined(WITH_AVX512) && defined(__AVX512VNNI__)
-constexpr int LINE_LANES = 16, BLOCKS_TOGETHER = 4;  // words of a vector of codes; blocks of a tile, what the registers hold
-#elif defined(__AVX2__)
-constexpr int LINE_LANES = 8, BLOCKS_TOGETHER = 1;
-#else
-constexpr int LINE_LANES = 4, BLOCKS_TOGETHER = 1;
+#define WITH_DOTS 1  // instructions that multiply four codes by four of a row and add the products to a sum of 32 bits
 #endif
-typedef uint16_t vq __attribute__((vector_size(LINE_LANES * 4), aligned(2), may_alias));
-constexpr int LINE_VECTORS = OUTPUTS / LINE_LANES;
 
-// Codes of four inputs for each output of a block, or what is made of them.
-struct Quads {
-    vq w[LINE_VECTORS];
-};
-static inline Quads line(const uint8_t* from) {
-    Quads q;
-    for (int i = 0; i < LINE_VECTORS; i++) q.w[i] = *(const vq*)(from + i * LINE_LANES * 4);
-    return q;
-}
+// Codes of four inputs for each output of a slice, or what is made of them.
+typedef uint16_t vq __attribute__((vector_size(LANES * 4), aligned(2), may_alias));
+typedef int32_t Word32 __attribute__((aligned(1), may_alias));
+typedef int16_t vs __attribute__((vector_size(LANES * 4), aligned(2), may_alias));
+
 // The bits of `mask`, of each byte, after a shift to the right, or to the left where it is below 0.
-static inline Quads masked(Quads q, int shift, int mask) {
-    for (int i = 0; i < LINE_VECTORS; i++) q.w[i] = (shift < 0 ? q.w[i] << -shift : q.w[i] >> shift) & uint16_t(mask * 257);
-    return q;
-}
-static inline Quads joined(Quads a, const Quads& b) {
-    for (int i = 0; i < LINE_VECTORS; i++) a.w[i] |= b.w[i];
-    return a;
+static inline vq masked(vq quad, int shift, int mask) {
+    return (shift < 0 ? quad << -shift : quad >> shift) & uint16_t(mask * 257);
 }
 
 // What a table has at the places that are the bytes, each below 16.
-static inline Quads looked_up(Quads q, const uint8_t* table) {
-    for (int i = 0; i < LINE_VECTORS; i++) {
-#if defined(WITH_AVX512) && defined(__AVX512VNNI__)
-        const __m512i all = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)table));
-        q.w[i] = (vq)_mm512_shuffle_epi8(all, (__m512i)q.w[i]);
+static inline vq looked_up(vq quad, const uint8_t* table) {
+#if defined(WITH_AVX512)
+    const __m512i all = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)table));
+    return (vq)_mm512_shuffle_epi8(all, (__m512i)quad);
 #elif defined(__AVX2__)
-        const __m256i all = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)table));
-        q.w[i] = (vq)_mm256_shuffle_epi8(all, (__m256i)q.w[i]);
+    const __m256i all = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)table));
+    return (vq)_mm256_shuffle_epi8(all, (__m256i)quad);
 #elif defined(__aarch64__)
-        q.w[i] = (vq)vqtbl1q_u8(vld1q_u8(table), (uint8x16_t)q.w[i]);
+    return (vq)vqtbl1q_u8(vld1q_u8(table), (uint8x16_t)quad);
 #else
-        uint8_t bytes[LINE_LANES * 4];
-        memcpy(bytes, &q.w[i], sizeof bytes);
-        for (uint8_t& each : bytes) each = table[each];
-        memcpy(&q.w[i], bytes, sizeof bytes);
+    uint8_t bytes[sizeof quad];
+    memcpy(bytes, &quad, sizeof bytes);
+    for (uint8_t& byte : bytes) byte = table[byte];
+    memcpy(&quad, bytes, sizeof bytes);
+    return quad;
 #endif
-    }
-    return q;
 }
 
-// One integer per output of a block. `add` takes codes of 8 bits, `add_pair` two times four of at most 6 bits, whose products
-// with 8 bits fit 16 bits, and so do sums of four.
-#if defined(WITH_AVX512) && defined(__AVX512VNNI__)
-struct Sums {
-    __m512i v = _mm512_setzero_si512();
-    void add(const Quads& q, int32_t x) { v = _mm512_dpbusd_epi32(v, (__m512i)q.w[0], _mm512_set1_epi32(x)); }
-    void add_pair(const Quads& a, int32_t x, const Quads& b, int32_t y) { add(a, x), add(b, y); }
-};
-static inline Sixteen converted(const Sums& s) { return {(vf)_mm512_cvtepi32_ps(s.v)}; }
+// Four codes of a row beside each output, and the signed bytes among them: the first and the third, the second and the fourth.
+static inline vs beside_all(int32_t x) { return (vs)(vi{} + x); }
+static inline vs even(vs x) { return x << 8 >> 8; }
+static inline vs odd(vs x) { return x >> 8; }
+// Sums of two products of 16 bits; without instructions for that, of products that fit 16 bits.
+static inline vi dot(vs a, vs b) {
+#if defined(WITH_AVX512)
+    return (vi)_mm512_madd_epi16((__m512i)a, (__m512i)b);
 #elif defined(__AVX2__)
-struct Sums {
-    __m256i v[2] = {};
-    void add(const Quads& q, int32_t x) {
-        const __m256i all = _mm256_set1_epi32(x), odd = _mm256_srai_epi16(all, 8);
-        const __m256i even = _mm256_srai_epi16(_mm256_slli_epi16(all, 8), 8);
-        for (int i = 0; i < 2; i++) {
-            const __m256i w = (__m256i)q.w[i];
-            const __m256i evens = _mm256_and_si256(w, _mm256_set1_epi16(255)), odds = _mm256_srli_epi16(w, 8);
-            v[i] = _mm256_add_epi32(v[i], _mm256_madd_epi16(evens, even));
-            v[i] = _mm256_add_epi32(v[i], _mm256_madd_epi16(odds, odd));
-        }
-    }
-    void add_pair(const Quads& a, int32_t x, const Quads& b, int32_t y) {
-        for (int i = 0; i < 2; i++) {
-            const __m256i pairs = _mm256_add_epi16(
-                _mm256_maddubs_epi16((__m256i)a.w[i], _mm256_set1_epi32(x)),
-                _mm256_maddubs_epi16((__m256i)b.w[i], _mm256_set1_epi32(y)));
-            v[i] = _mm256_add_epi32(v[i], _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
-        }
-    }
-};
-static inline Sixteen converted(const Sums& s) {
-    Sixteen f;
-    for (int i = 0; i < VECTORS; i++) f.v[i] = __builtin_convertvector(((const vi*)s.v)[i], vf);
-    return f;
-}
+    return (vi)_mm256_madd_epi16((__m256i)a, (__m256i)b);
 #else
-typedef int16_t vs __attribute__((vector_size(LANES * 4), aligned(2), may_alias));
-struct Sums {
-    vi v[VECTORS] = {};
-    // Codes of every other input lie in 16 bits.
-    static vs even(vs x) { return x << 8 >> 8; }
-    static vs odd(vs x) { return x >> 8; }
-    static vs all(int32_t x) { return (vs)(vi{} + x); }
-    static vi quads_of(vs pairs) { return ((vi)pairs << 16 >> 16) + ((vi)pairs >> 16); }
-    void add(const Quads& q, int32_t x) {
-        for (int i = 0; i < VECTORS; i++)
-            v[i] += quads_of(((vs)q.w[i] & 255) * even(all(x))) + quads_of((vs)(q.w[i] >> 8) * odd(all(x)));
-    }
-    static vs pairs(const vq& w, int32_t x) { return ((vs)w & 255) * even(all(x)) + (vs)(w >> 8) * odd(all(x)); }
-    void add_pair(const Quads& a, int32_t x, const Quads& b, int32_t y) {
-        for (int i = 0; i < VECTORS; i++) v[i] += quads_of(pairs(a.w[i], x) + pairs(b.w[i], y));
-    }
-};
-static inline Sixteen converted(const Sums& s) {
-    Sixteen f;
-    for (int i = 0; i < VECTORS; i++) f.v[i] = __builtin_convertvector(s.v[i], vf);
-    return f;
-}
+    const vs products = a * b;
+    return ((vi)products << 16 >> 16) + ((vi)products >> 16);
 #endif
+}
+// Sums of two products of codes of at most 7 bits and signed bytes.
+static inline vs byte_pairs(vq codes, vs x) {
+#if defined(WITH_AVX512)
+    return (vs)_mm512_maddubs_epi16((__m512i)codes, (__m512i)x);
+#elif defined(__AVX2__)
+    return (vs)_mm256_maddubs_epi16((__m256i)codes, (__m256i)x);
+#else
+    return ((vs)codes & 255) * even(x) + (vs)(codes >> 8) * odd(x);
+#endif
+}
 
-// The numbers of a block for INPUTS inputs, whose codes lie in LINES lines of 64 bytes.
-template <int KIND> struct Unit {
+// The numbers of a slice for INPUTS inputs, whose codes lie in LINES lines of 64 bytes. `FOURS`: inputs of codes of 4 bits.
+template <int KIND, int FOURS = 8> struct Unit {
     static constexpr int BITS = bits_of(KIND), TABLE = table_of(KIND);
-    static constexpr int INPUTS = BITS == 8 ? 4 : BITS == 4 ? 8 : BITS == 6 ? 16 : 32, N = INPUTS / 4;
+    static constexpr int FEW = most_of(KIND) > 63 ? 1 : most_of(KIND) > 31 ? 2 : 4;  // quads that are summed in 16 bits
+    static constexpr int INPUTS = BITS == 8 ? 4 : BITS == 4 ? FOURS : BITS == 6 ? 16 : 32, N = INPUTS / 4;
     static constexpr int LINES = INPUTS * BITS / 32;
-    Quads quads[N];
+    vq quads[N];
 
+    // `codes`: the slice's part of the first line.
     explicit Unit(const uint8_t* codes) {
+        const auto line = [&](int number) { return *(const vq*)(codes + number * 64); };
         if constexpr (BITS == 8) {
-            quads[0] = line(codes);
+            quads[0] = line(0);
             return;
         }
         for (int i = 0; i < N; i += 2) {
-            const Quads halves = line(codes + i / 2 * 64);
+            const vq halves = line(i / 2);
             quads[i] = masked(halves, 0, 15), quads[i + 1] = masked(halves, 4, 15);
         }
         if constexpr (TABLE != NUMBERS)
-            for (Quads& each : quads) each = looked_up(each, TABLES[TABLE]);
+            for (vq& quad : quads) quad = looked_up(quad, TABLES[TABLE]);
         if constexpr (BITS > 4) {
             constexpr int MORE = BITS - 4;  // bits above the halves
-            const Quads above = line(codes + N / 2 * 64);
+            const vq above = line(N / 2);
 #pragma GCC unroll 8
-            for (int i = 0; i < N; i++) quads[i] = joined(quads[i], masked(above, i * MORE - 4, ((1 << MORE) - 1) << 4));
-        }
-    }
-    // Add its products with INPUTS codes of a row.
-    void add_to(Sums& sums, const int8_t* x) const {
-        int32_t xs[N];
-        memcpy(xs, x, INPUTS);
-        if constexpr (most_of(KIND) > 63) {
-            for (int i = 0; i < N; i++) sums.add(quads[i], xs[i]);
-        } else {
-            for (int i = 0; i < N; i += 2) sums.add_pair(quads[i], xs[i], quads[i + 1], xs[i + 1]);
+            for (int i = 0; i < N; i++) quads[i] |= masked(above, i * MORE - 4, ((1 << MORE) - 1) << 4);
         }
     }
 };
+
+// Add the products of T slices' codes with INPUTS codes of a row to a sum per output.
+template <int T, class U> static inline void add_products(const U (&units)[T], const int8_t* x, vi (&sums)[T]) {
+    const auto* quads = (const Word32*)x;
+#if defined(WITH_DOTS)
+    for (int i = 0; i < U::N; i++)
+        for (int t = 0; t < T; t++)
+            sums[t] = (vi)_mm512_dpbusd_epi32((__m512i)sums[t], (__m512i)units[t].quads[i], _mm512_set1_epi32(quads[i]));
+#else
+    if constexpr (U::FEW == 1) {
+        for (int i = 0; i < U::N; i++) {
+            const vs bytes = beside_all(quads[i]), evens = even(bytes), odds = odd(bytes);
+            for (int t = 0; t < T; t++) sums[t] += dot((vs)units[t].quads[i] & 255, evens);
+            for (int t = 0; t < T; t++) sums[t] += dot((vs)(units[t].quads[i] >> 8), odds);
+        }
+    } else {
+        constexpr int TOGETHER = U::FEW < U::N ? U::FEW : U::N;
+        for (int i = 0; i < U::N; i += TOGETHER) {
+            vs pairs[T] = {};
+            for (int j = i; j < i + TOGETHER; j++) {
+                const vs bytes = beside_all(quads[j]);
+                for (int t = 0; t < T; t++) pairs[t] += byte_pairs(units[t].quads[j], bytes);
+            }
+            for (int t = 0; t < T; t++) sums[t] += dot(pairs[t], vs{} + 1);
+        }
+    }
+#endif
+}

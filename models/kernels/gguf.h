@@ -209,19 +209,19 @@ static void repack_block(const GgufType& type, const uint8_t* const* rows, const
 // The weights of one output as numbers, exact but for one rounding.
 template <int KIND> static void numbers_of(const Packed& from, int64_t output, float* to) {
     using U = Unit<KIND>;
-    const int block = int(output / OUTPUTS), own = int(output % OUTPUTS);
-    const uint8_t* codes = from.codes + block * (from.block_bytes() * bits_of(KIND) / 8);
-    float scales[OUTPUTS], zeros[OUTPUTS];
+    const int block = int(output / OUTPUTS), slice = int(output / LANES), lane = int(output % LANES);
+    const uint8_t* codes = from.codes + block * (from.block_bytes() * bits_of(KIND) / 8) + slice % VECTORS * LANES * 4;
+    float scales[LANES], zeros[LANES];
     for (int g = 0; g < from.groups; g++) {
-        Sixteen scale, zero;
-        const auto shared = from.is_super(from.scale_type) ? from.shared_by(block, g) : Packed::Shared{};
-        from.scales_of(from.scale_type, block, g, float(middle_of(KIND)), shared, scale, zero);
-        for (int i = 0; i < VECTORS; i++) store(scales + i * LANES, scale.v[i]), store(zeros + i * LANES, zero.v[i]);
+        vf scale, zero;
+        const auto shared = from.is_super(from.scale_type) ? from.shared_by(slice, g) : Packed::Shared{};
+        from.scales_of(from.scale_type, slice, g, float(middle_of(KIND)), shared, scale, zero);
+        store(scales, scale), store(zeros, zero);
         for (int at = 0; at < from.group; at += U::INPUTS, codes += U::LINES * 64) {
             const U unit(codes);
             for (int i = 0; i < U::INPUTS; i++) {
-                const uint8_t code = ((const uint8_t*)&unit.quads[i / 4])[4 * own + i % 4];
-                *to++ = std::fma(scales[own], float(code), zeros[own]);
+                const uint8_t code = ((const uint8_t*)&unit.quads[i / 4])[4 * lane + i % 4];
+                *to++ = std::fma(scales[lane], float(code), zeros[lane]);
             }
         }
     }

@@ -50,8 +50,7 @@ static void round_row(const T* x, int n_in, int group, int8_t* codes, float* sca
             for (int i = at + half * group / 2; i < at + (half + 1) * group / 2; i += LANES) {
                 const vf v = i < n_in ? part_of(x, i, n_in) : vf{};
                 const vi code = (vi)(v * inverse + magic) - (vi)magic;
-                const vb bytes = __builtin_convertvector(code, vb);
-                memcpy(codes + i, &bytes, sizeof bytes);
+                store_bytes(codes + i, code);
                 total += code;
             }
             for (int i = 0; i < LANES; i++) parts[half] += total[i];
@@ -62,49 +61,22 @@ static void round_row(const T* x, int n_in, int group, int8_t* codes, float* sca
     }
 }
 
-template <class S> static inline Sixteen sixteen(const S* from) {
-    Sixteen f;
-    for (int i = 0; i < VECTORS; i++) f.v[i] = load(from + i * LANES);
-    return f;
-}
-// 2 to the power of a byte less 128.
-static inline Sixteen halves_of_powers(const uint8_t* from) {
-    Sixteen f;
-    for (int i = 0; i < VECTORS; i++) {
-        const vi power = __builtin_convertvector(*(const vub*)(from + i * LANES), vi);
-        const vi least = (power == 0) & (1 << 22);  // 2^-127 is no normal number
-        f.v[i] = (vf)(power << 23 | least) * 0.5f;
-    }
-    return f;
-}
-static inline void add_product(Sixteen& sum, const Sixteen& a, const Sixteen& b) {
-    for (int i = 0; i < VECTORS; i++) sum.v[i] = fma(a.v[i], b.v[i], sum.v[i]);
-}
-static inline void add_product(Sixteen& sum, const Sixteen& a, float b) {
-    for (int i = 0; i < VECTORS; i++) sum.v[i] = fma(a.v[i], splat(b), sum.v[i]);
-}
-static inline Sixteen product(Sixteen a, const Sixteen& b) {
-    for (int i = 0; i < VECTORS; i++) a.v[i] *= b.v[i];
-    return a;
-}
-// Vectors are named by their index: a reference to one would promise the alignment of its whole width, which `vf` has not.
-static inline Sixteen minus(Sixteen a, float b) {
-    for (int i = 0; i < VECTORS; i++) a.v[i] -= b;
-    return a;
-}
-static inline Sixteen times(Sixteen a, float b) {
-    for (int i = 0; i < VECTORS; i++) a.v[i] *= b;
-    return a;
+// 2 to the power of bytes less 128.
+static inline vf halves_of_powers(const uint8_t* from) {
+    const vi power = widened(from);
+    const vi least = (power == 0) & (1 << 22);  // 2^-127 is no normal number
+    return (vf)(power << 23 | least) * 0.5f;
 }
 
 // Rows from which on reading spread blocks takes less time than unpacking codes of `bits` bits for every four rows.
 constexpr int few_to_spread(int bits) {
-#if defined(WITH_AVX512) && defined(__AVX512VNNI__)
+#if defined(WITH_DOTS)
     return bits == 5 ? 12 : 24;
 #else
     return INT32_MAX;  // spread codes take longer here than those of fewer bits
 #endif
 }
+constexpr int BLOCKS_TOGETHER = 4;  // that are spread
 // Bytes of spread blocks, with scales for every 16 inputs.
 constexpr int64_t SPREAD_ROOM = BLOCKS_TOGETHER * (SPREAD_INPUTS * OUTPUTS + SPREAD_INPUTS / 16 * 2 * OUTPUTS * sizeof(float));
 // What the scales of a block and group are: those of drafts, in bfloat16, and whole numbers beside scales of a type, for 16
@@ -137,59 +109,56 @@ struct Packed {
     }
     int64_t block_bytes() const { return int64_t(n_in) * OUTPUTS; }  // of 8 bits
 
-    // The numbers that are for all groups of SUPER inputs of a block, those that are taken off negated.
+    // The numbers of a slice's outputs that are for all groups of SUPER inputs, those that are taken off negated.
     struct Shared {
-        Sixteen scale, less;
+        vf scale, less;
     };
     static bool is_super(int type) { return type == SUPER_PAIRS || type == SUPER_CENTRED; }
     bool begins_super(int g, int type) const { return is_super(type) && !(g & ((1 << super_shift) - 1)); }
     const uint8_t* super_at(int block, int g) const {
         return scales + (((int64_t(block) * groups + g) >> super_shift) * group_bytes << super_shift);
     }
-    Shared shared_by(int block, int g) const {
-        const f16* at = (const f16*)super_at(block, g);
-        return {sixteen(at), scale_type == SUPER_PAIRS ? times(sixteen(at + OUTPUTS), -1.0f) : Sixteen{}};
+    Shared shared_by(int slice, int g) const {
+        const f16* at = (const f16*)super_at(slice / VECTORS, g) + slice % VECTORS * LANES;
+        return {load(at), scale_type == SUPER_PAIRS ? load(at + OUTPUTS) * -1.0f : vf{}};
     }
 
-    // Scales of a block's group, and what a code of 0 stands for. `type`: of the scales, a constant where that saves time.
+    // Scales of a slice and a group, and what a code of 0 stands for. `type`: of the scales, a constant where that saves time.
     inline __attribute__((always_inline)) void scales_of(
-        int type, int block, int g, float half, const Shared& shared, Sixteen& scale, Sixteen& zero) const {
+        int type, int slice, int g, float half, const Shared& shared, vf& scale, vf& zero) const {
+        const int block = slice / VECTORS, first = slice % VECTORS * LANES;
         if (is_super(type)) {
             const int numbers = type == SUPER_PAIRS ? 2 * OUTPUTS : OUTPUTS;
-            const uint8_t* own = super_at(block, g) + 2 * numbers + (g & ((1 << super_shift) - 1)) * numbers;
+            const uint8_t* bytes = super_at(block, g) + 2 * numbers + (g & ((1 << super_shift) - 1)) * numbers + first;
             if (type == SUPER_PAIRS) {
-                scale = product(shared.scale, sixteen(own)), zero = product(shared.less, sixteen(own + OUTPUTS));
+                scale = shared.scale * load(bytes), zero = shared.less * load(bytes + OUTPUTS);
             } else {
-                scale = product(shared.scale, sixteen((const int8_t*)own)), zero = times(scale, -half);
+                scale = shared.scale * load((const int8_t*)bytes), zero = scale * -half;
             }
             return;
         }
         const uint8_t* at = scales + (int64_t(block) * groups + g) * group_bytes;
+        const auto of = [&](auto numbers) { scale = load(numbers + first), zero = load(numbers + OUTPUTS + first); };
+        const auto by_codes = [&](auto numbers) { of(numbers), zero = scale * (zero - half); };
         if (type == SPREAD) {
-            scale = sixteen((const float*)at), zero = sixteen((const float*)at + OUTPUTS);
-            return;
-        }
-        if (type == ZERO_VALUES) {
-            scale = sixteen((const bf16*)at), zero = sixteen((const bf16*)at + OUTPUTS);
-            add_product(zero, scale, -half);
+            of((const float*)at);
+        } else if (type == ZERO_VALUES) {
+            of((const bf16*)at), zero = fma(scale, splat(-half), zero);
         } else if (type == ZERO_CODES_BF16) {
-            by_codes((const bf16*)at, half, scale, zero);
+            by_codes((const bf16*)at);
         } else if (type == ZERO_CODES_F16) {
-            by_codes((const f16*)at, half, scale, zero);
+            by_codes((const f16*)at);
         } else if (type == ZERO_CODES_F32) {
-            by_codes((const float*)at, half, scale, zero);
+            by_codes((const float*)at);
         } else if (type == EXPONENTS) {
-            scale = halves_of_powers(at), zero = times(scale, -half);
+            scale = halves_of_powers(at + first), zero = scale * -half;
         } else if (type == PAIRS) {
-            scale = sixteen((const f16*)at), zero = sixteen((const f16*)at + OUTPUTS);
+            of((const f16*)at);
         } else {
-            scale = sixteen((const f16*)at), zero = times(scale, -half);
+            scale = load((const f16*)at + first), zero = scale * -half;
         }
     }
     const uint8_t* scales_at(int block) const { return scales + int64_t(block) * groups * group_bytes; }
-    template <class S> static void by_codes(const S* from, float half, Sixteen& scale, Sixteen& zero) {
-        scale = sixteen(from), zero = product(scale, minus(sixteen(from + OUTPUTS), half));
-    }
 };
 
 // Where codes and scales of blocks begin that a thread takes next; null: it takes none.
@@ -197,65 +166,93 @@ struct Onward {
     const uint8_t *codes, *scales;
 };
 
-// R rows by B blocks of 16 outputs. `next`: the blocks that this thread takes next, if its codes are to be asked for. The groups
-// of `w` are those of the rows from `group` on; sums begin with what is in `c` unless it is the first.
-template <int KIND, int TYPE, int R, int B>
+// Units of consecutive slices.
+template <class U, int T> struct Units {
+    U of[T];
+};
+template <class U, int... SLICES> static inline Units<U, sizeof...(SLICES)> units_of(
+    const uint8_t* line, std::integer_sequence<int, SLICES...>) {
+    return {{U(line + SLICES * LANES * 4)...}};
+}
+
+// Inputs of codes of 4 bits that are taken together: more of them, for a single row, leave more sums in 16 bits.
+#if defined(WITH_DOTS)
+template <int R> constexpr int FOURS_OF = 8;
+#else
+template <int R> constexpr int FOURS_OF = R > 1 ? 8 : 16;
+#endif
+
+// R rows by S slices, which begin with a block unless `next` is null. `next`: the blocks that this thread takes next, if its codes
+// are to be asked for. The groups of `w` are those of the rows from `group` on; sums begin with what is in `c` unless it is the
+// first.
+template <int KIND, int TYPE, int R, int S>
 static inline void packed_tile(
-    const Packed& w, int block, const Rounded& x, int row, int k, int group, float* c, int64_t ldc, Onward next) {
-    using U = Unit<KIND>;
+    const Packed& w, int slice, const Rounded& x, int row, int k, int group, float* c, int64_t ldc, Onward next) {
+    using U = Unit<KIND, FOURS_OF<R>>;
     const int type = TYPE == ANY ? w.scale_type : TYPE;
     const int groups = w.groups, split = w.group < FINEST;  // whether half a group of the row is one of the weights
     const int64_t bytes = w.block_bytes() * bits_of(KIND) / 8, group_bytes = bytes / groups, row_groups = k / w.group;
     const float* row_sums = split ? x.halves : x.sums;
-    const uint8_t* codes[B];
-    for (int b = 0; b < B; b++) codes[b] = w.codes + (block + b) * bytes;
+    constexpr int T = S < VECTORS ? S : VECTORS;  // slices of a block
+    const uint8_t* codes[S / T];
+    for (int s = 0; s < S; s += T) codes[s / T] = w.codes + (slice + s) / VECTORS * bytes + (slice + s) % VECTORS * LANES * 4;
     // From behind a block to where the next one begins.
-    const int64_t to_codes = next.codes - (codes[0] + bytes), to_scales = next.scales - w.scales_at(block + 1);
-    Sixteen acc[R][B] = {};
+    const int64_t to_codes = next.codes - (codes[0] + bytes), to_scales = next.scales - w.scales_at(slice / VECTORS + 1);
+    constexpr int64_t SHARE = AHEAD / ((S + VECTORS - 1) / VECTORS);  // of each block
+    vf acc[R][S] = {};
     if (group)
         for (int r = 0; r < R; r++)
-            for (int b = 0; b < B; b++) acc[r][b] = sixteen(c + r * ldc + b * OUTPUTS);
-    Packed::Shared shared[B];
+            for (int s = 0; s < S; s++) acc[r][s] = load(c + r * ldc + s * LANES);
+    Packed::Shared shared[S];
     for (int g = 0; g < groups; g++) {
-        Sums sums[R][B];
+        vi sums[R][S / T][T] = {};
         if (w.begins_super(g, type))
-            for (int b = 0; b < B; b++) shared[b] = w.shared_by(block + b, g);
-        const int64_t ahead = AHEAD / B + (g * group_bytes + AHEAD / B < bytes ? 0 : to_codes);
+            for (int s = 0; s < S; s++) shared[s] = w.shared_by(slice + s, g);
+        const int64_t ahead = SHARE + (g * group_bytes + SHARE < bytes ? 0 : to_codes);
         const int64_t later = GROUPS_AHEAD * w.group_bytes + (g + GROUPS_AHEAD < groups ? 0 : to_scales);
         for (int at = (group + g) * w.group; at < (group + g + 1) * w.group; at += U::INPUTS) {
-            for (int b = 0; b < B; b++) {
-                const U unit(codes[b]);
+            for (int s = 0; s < S; s += T) {
+                const uint8_t*& line = codes[s / T];
+                const auto units = units_of<U>(line, std::make_integer_sequence<int, T>());
                 if (next.codes)
-                    for (int i = 0; i < U::LINES; i++) __builtin_prefetch(codes[b] + ahead + i * 64, 0, 2);
-                codes[b] += U::LINES * 64;
-                for (int r = 0; r < R; r++) unit.add_to(sums[r][b], x.codes + int64_t(row + r) * k + at);
+                    for (int i = 0; i < U::LINES; i++) __builtin_prefetch(line + ahead + i * 64, 0, 2);
+                line += U::LINES * 64;
+                for (int r = 0; r < R; r++) add_products(units.of, x.codes + int64_t(row + r) * k + at, sums[r][s / T]);
             }
         }
-        for (int b = 0; b < B; b++) {
-            Sixteen scale, zero;
-            if (next.codes) __builtin_prefetch(w.scales_at(block + b) + g * w.group_bytes + later, 0, 2);
-            w.scales_of(type, block + b, g, float(middle_of(KIND)), shared[b], scale, zero);
+        for (int s = 0; s < S; s++) {
+            vf scale, zero;
+            if (next.codes && s % VECTORS == 0)
+                __builtin_prefetch(w.scales_at((slice + s) / VECTORS) + g * w.group_bytes + later, 0, 2);
+            w.scales_of(type, slice + s, g, float(middle_of(KIND)), shared[s], scale, zero);
             for (int r = 0; r < R; r++) {
-                const int64_t own = (row + r) * row_groups + group + g;
-                add_product(acc[r][b], converted(sums[r][b]), times(scale, x.scales[own >> split]));
-                add_product(acc[r][b], zero, row_sums[own]);
+                const int64_t at = (row + r) * row_groups + group + g;
+                acc[r][s] = fma(__builtin_convertvector(sums[r][s / T][s % T], vf), scale * x.scales[at >> split], acc[r][s]);
+                acc[r][s] = fma(zero, splat(row_sums[at]), acc[r][s]);
             }
         }
     }
     for (int r = 0; r < R; r++)
-        for (int b = 0; b < B; b++)
-            for (int i = 0; i < VECTORS; i++) store(c + r * ldc + b * OUTPUTS + i * LANES, acc[r][b].v[i]);
+        for (int s = 0; s < S; s++) store(c + r * ldc + s * LANES, acc[r][s]);
 }
 
-template <int KIND, int TYPE, int B, int R>
+template <int KIND, int TYPE, int S, int R>
 static inline void packed_tile_of(
-    int m, const Packed& w, int block, const Rounded& x, int row, int k, int group, float* c, int64_t ldc, Onward next) {
+    int m, const Packed& w, int slice, const Rounded& x, int row, int k, int group, float* c, int64_t ldc, Onward next) {
     if (m == R) {
-        packed_tile<KIND, TYPE, R, B>(w, block, x, row, k, group, c, ldc, next);
+        packed_tile<KIND, TYPE, R, S>(w, slice, x, row, k, group, c, ldc, next);
     } else if constexpr (R > 1) {
-        packed_tile_of<KIND, TYPE, B, R - 1>(m, w, block, x, row, k, group, c, ldc, next);
+        packed_tile_of<KIND, TYPE, S, R - 1>(m, w, slice, x, row, k, group, c, ldc, next);
     }
 }
+
+// Slices of a tile of few rows and of many, as many as the registers hold sums and codes of. Codes that are unpacked for their
+// rows take registers, too; codes of 8 bits share what is made of a row's.
+#if defined(WITH_DOTS)
+constexpr int slices_of(int, int type, bool few) { return few || type == SPREAD ? 4 : 2; }
+#else
+constexpr int slices_of(int kind, int, bool few) { return few || bits_of(kind) != 5 ? 2 : 1; }
+#endif
 
 // Rows 0 … m - 1 by blocks first … last - 1, a tile after the other.
 template <int KIND, int TYPE>
@@ -264,24 +261,22 @@ static void packed_tiles(
     const int64_t bytes = w.block_bytes() * bits_of(KIND) / 8;
     for (int row = 0; row < m; row += ROWS_TOGETHER, c += ROWS_TOGETHER * ldc) {
         const int rows = std::min(ROWS_TOGETHER, m - row);
-        int block = first;
-        auto tiles = [&](auto together, auto most) {
-            constexpr int B = together;
-            for (; block + B <= last; block += B)
-                packed_tile_of<KIND, TYPE, B, most>(
-                    rows, w, block, x, row, k, group, c + (block - first) * OUTPUTS, ldc,
-                    row || !next.codes    ? Onward{}
-                    : block + 2 * B <= last ? Onward{w.codes + (block + B) * bytes, w.scales_at(block + B)}
-                                            : next);
+        int slice = first * VECTORS;
+        auto tiles = [&](auto slices, auto most) {
+            constexpr int S = slices, TAKEN = S > VECTORS ? S : VECTORS;  // of whole blocks
+            for (; slice + S <= last * VECTORS; slice += S) {
+                const int block = (slice + TAKEN) / VECTORS;
+                packed_tile_of<KIND, TYPE, S, most>(
+                    rows, w, slice, x, row, k, group, c + (slice - first * VECTORS) * LANES, ldc,
+                    row || !next.codes || slice % VECTORS    ? Onward{}
+                    : slice + TAKEN + S <= last * VECTORS ? Onward{w.codes + block * bytes, w.scales_at(block)}
+                                                             : next);
+            }
         };
-        // Codes that are unpacked for their rows take registers, too: half as many blocks then.
-        constexpr int HALF = BLOCKS_TOGETHER > 1 ? BLOCKS_TOGETHER / 2 : 1;
-        if constexpr (TYPE == SPREAD || HALF == BLOCKS_TOGETHER) {
-            tiles(std::integral_constant<int, BLOCKS_TOGETHER>(), std::integral_constant<int, ROWS_TOGETHER>());
-        } else if (rows <= ROWS_TOGETHER / 2) {
-            tiles(std::integral_constant<int, BLOCKS_TOGETHER>(), std::integral_constant<int, ROWS_TOGETHER / 2>());
+        if (rows <= ROWS_TOGETHER / 2) {
+            tiles(std::integral_constant<int, slices_of(KIND, TYPE, true)>(), std::integral_constant<int, ROWS_TOGETHER / 2>());
         } else {
-            tiles(std::integral_constant<int, HALF>(), std::integral_constant<int, ROWS_TOGETHER>());
+            tiles(std::integral_constant<int, slices_of(KIND, TYPE, false)>(), std::integral_constant<int, ROWS_TOGETHER>());
         }
         tiles(std::integral_constant<int, 1>(), std::integral_constant<int, ROWS_TOGETHER>());
     }
@@ -291,17 +286,21 @@ static void packed_tiles(
 template <int KIND> static void spread_block(const Packed& w, int block, int from, int to, uint8_t* codes, float* scales) {
     using U = Unit<KIND>;
     const uint8_t* at = w.codes + block * (w.block_bytes() * bits_of(KIND) / 8) + int64_t(from) * w.group * OUTPUTS * bits_of(KIND) / 8;
-    Packed::Shared shared;
+    Packed::Shared shared[VECTORS];
     for (int g = from; g < to; g++, scales += 2 * OUTPUTS) {
-        Sixteen scale, zero;
-        if (g == from || w.begins_super(g, w.scale_type)) shared = w.is_super(w.scale_type) ? w.shared_by(block, g) : shared;
-        w.scales_of(w.scale_type, block, g, float(middle_of(KIND)), shared, scale, zero);
-        for (int i = 0; i < VECTORS; i++)
-            store(scales + i * LANES, scale.v[i]), store(scales + OUTPUTS + i * LANES, zero.v[i]);
-        for (int i = 0; i < w.group; i += U::INPUTS, at += U::LINES * 64, codes += sizeof(U)) {
-            const U unit(at);
-            memcpy(codes, unit.quads, sizeof unit.quads);
+        const bool begins = w.is_super(w.scale_type) && (g == from || w.begins_super(g, w.scale_type));
+        for (int s = 0; s < VECTORS; s++) {
+            const int slice = block * VECTORS + s;
+            vf scale, zero;
+            if (begins) shared[s] = w.shared_by(slice, g);
+            w.scales_of(w.scale_type, slice, g, float(middle_of(KIND)), shared[s], scale, zero);
+            store(scales + s * LANES, scale), store(scales + OUTPUTS + s * LANES, zero);
         }
+        for (int i = 0; i < w.group; i += U::INPUTS, at += U::LINES * 64, codes += U::N * 64)
+            for (int s = 0; s < VECTORS; s++) {
+                const U unit(at + s * LANES * 4);
+                for (int quad = 0; quad < U::N; quad++) *(vq*)(codes + quad * 64 + s * LANES * 4) = unit.quads[quad];
+            }
     }
 }
 
@@ -311,7 +310,7 @@ template <int KIND, int G>
 static inline void packed_sides(const Packed& w, int block, const Rounded& x, int row, int k, float* c, int64_t ldc) {
     const int groups = w.groups;
     const uint8_t* codes = w.codes + block * (w.block_bytes() * bits_of(KIND) / 8);
-    Sixteen acc[G * SIDE] = {};
+    vf acc[G * SIDE] = {};
     alignas(64) uint8_t unpacked[SIDE][64];
     alignas(64) int32_t sums[G * SIDE][SIDE];
     for (int g = 0; g < groups; g++) {
@@ -331,15 +330,15 @@ static inline void packed_sides(const Packed& w, int block, const Rounded& x, in
             });
         }
         unrolled<G>([&](auto s) { store_tile<s>(sums[s * SIDE], sizeof sums[0]); });
-        Sixteen scale, zero;
-        w.scales_of(w.scale_type, block, g, float(middle_of(KIND)), {}, scale, zero);
+        vf scale, zero;
+        w.scales_of(w.scale_type, block, g, float(middle_of(KIND)), Packed::Shared{}, scale, zero);
         for (int r = 0; r < G * SIDE; r++) {
             const int64_t own = int64_t(row + r) * groups + g;
-            add_product(acc[r], converted({_mm512_load_si512(sums[r])}), times(scale, x.scales[own]));
-            add_product(acc[r], zero, x.sums[own]);
+            acc[r] = fma((vf)_mm512_cvtepi32_ps(_mm512_load_si512(sums[r])), scale * x.scales[own], acc[r]);
+            acc[r] = fma(zero, splat(x.sums[own]), acc[r]);
         }
     }
-    for (int r = 0; r < G * SIDE; r++) store(c + r * ldc, acc[r].v[0]);
+    for (int r = 0; r < G * SIDE; r++) store(c + r * ldc, acc[r]);
 }
 #endif
 
