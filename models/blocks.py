@@ -14,6 +14,7 @@ from ..core.errors import UnsupportedModel
 from ..core.layer_sets import KINDS, LayerSet
 from .buffer import KVBuffer
 from .coded import CodedLinear
+from .coded_values import trimmed
 from .config_layout import AttentionWindow, heads_of, key_sources
 from .convolutions import gated_convolution
 from .family import Family, GatedDelta, Mixer, Selective, SelectiveScan, ShortConv, names_in
@@ -202,6 +203,7 @@ def recalled(block: Block, parts: LayerModules, normed: Tensor, rows: LayerRows)
     projected = torch.cat([project(normed) for project in parts.qkv], dim=-1)
     inputs, gates = projected[:, rule.input_order], projected[:, rule.gate_order]
     if isinstance(rule, ValueSteps):
+        inputs = trimmed(inputs) if rule.form.codes_values(inputs.dtype) else inputs
         inputs = torch.cat((inputs, rule.selected(rows.recurrence_tails(block, inputs))), dim=-1)
     mixed = rule.gated(parts.inner_norm, rows.recurrence(block, inputs), gates)
     if block.head_order is not None:

@@ -18,6 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from .coded_values import coded, decoded
 from .kernels import device_states
 from .state_rules import StateForm, StateRule
 from .transfers import uploaded
@@ -30,7 +31,7 @@ def state_bytes(forms: Sequence[StateForm], dtype: torch.dtype, n_rows: int, lag
     wide = torch.promote_types(dtype, torch.float32).itemsize
     return sum(
         (1 + (lag > 0)) * form.n_heads * form.key_width * form.value_width * wide
-        + (n_rows + form.n_taps - 1 + lag) * form.n_inputs * dtype.itemsize
+        + (n_rows + form.n_taps - 1 + lag) * form.kept_width(dtype) * dtype.itemsize
         for form in forms
     )
 
@@ -100,7 +101,7 @@ class RecurrentStates:
 
     `states`: (2, heads, key_width, value_width), float32 or wider: at the root, and with a `lag` so many slots before
     it, or at the text's beginning, for rows that see less; `roots`, int32 (layers of the model, 2), are their slots.
-    `inputs`: (n_kept, n_inputs), a ring: those of slot s at s % n_kept. Slots before `committed` hold text: the next
+    `inputs`: (n_kept, kept_width), a ring: those of slot s at s % n_kept. Slots before `committed` hold text: the next
     pass through a layer brings its root there.
 
     Args: devices: of the layers that have states. n_rows: most rows that a pass has after committed text.
@@ -121,7 +122,7 @@ class RecurrentStates:
         wide = torch.promote_types(dtype, torch.float32)
         self.states = {layer: torch.zeros(shape, dtype=wide, device=place) for layer, place in devices.items()}
         self.inputs = {
-            layer: torch.zeros((self.n_kept, form.n_inputs), dtype=dtype, device=place)
+            layer: torch.zeros((self.n_kept, form.kept_width(dtype)), dtype=dtype, device=place)
             for layer, place in devices.items()
         }
         self.roots = torch.zeros((n_layers, 2), dtype=torch.int32)
@@ -162,16 +163,21 @@ class RecurrentStates:
         n = self.form.n_convolved
         older_root = max(int(self.roots[layer, -1]), self.committed - self.lag) if self.lag else self.committed
         tails = rows.inputs.new_zeros((len(rows.slots), self.form.n_taps, n))
-        new_inputs = dict(zip(rows.slots, rows.inputs, strict=True))
+        new_inputs, kept = dict(zip(rows.slots, rows.inputs, strict=True)), self._kept_inputs(layer)
         for row, slot in enumerate(rows.slots):
             base = self.committed if self._sees_text(rows, row) else older_root
             path = (base, _path(rows, row, base)) if not rows.is_text else (slot, [])
-            last = self._last_inputs(layer, self._last_slots(slot, *path), new_inputs)
+            last = self._last_inputs(kept, self._last_slots(slot, *path), new_inputs)
             tails[row, self.form.n_taps - len(last) :] = torch.stack([one[:n] for one in last])
         return tails
 
-    def _last_inputs(self, layer: int, slots: Sequence[int], new_inputs: Mapping[int, Tensor]) -> list[Tensor]:
-        return [new_inputs[one] if one in new_inputs else self.inputs[layer][one % self.n_kept] for one in slots]
+    def _kept_inputs(self, layer: int) -> Tensor:
+        """Return the ring as it was given: (n_kept, n_inputs)."""
+        inputs = self.inputs[layer]
+        return decoded(inputs, self.form.n_convolved) if self.form.codes_values(inputs.dtype) else inputs
+
+    def _last_inputs(self, kept: Tensor, slots: Sequence[int], new_inputs: Mapping[int, Tensor]) -> list[Tensor]:
+        return [new_inputs[one] if one in new_inputs else kept[one % self.n_kept] for one in slots]
 
     def _last_slots(self, slot: int, base: int, path: Sequence[int]) -> list[int]:
         """Return the slots of the last tokens up to one, which comes after the text before `base` and a path."""
@@ -191,16 +197,19 @@ class RecurrentStates:
             place = rows.inputs.device
             if place not in moves.places:
                 moves.places[place] = uploaded(moves.kept, place)
-            self.inputs[layer][moves.places[place]] = rows.inputs[len(rows.slots) - len(moves.kept) :]
+            kept = rows.inputs[len(rows.slots) - len(moves.kept) :]
+            if self.form.codes_values(kept.dtype):
+                kept = coded(kept, self.form.n_convolved)
+            self.inputs[layer][moves.places[place]] = kept
         return out
 
     def _take_by_torch(self, layer: int, rule: StateRule, rows: StateRows, moves: _Moves) -> Tensor:
-        new_inputs = dict(zip(rows.slots, rows.inputs, strict=True))
+        new_inputs, kept = dict(zip(rows.slots, rows.inputs, strict=True)), self._kept_inputs(layer)
         states = list(self.states[layer])
         state, outs = states[0], list[Tensor]()
         for move in (*moves.older, *moves.newest):
             state = state if move.begins is None else states[move.begins]
-            state, out = rule.step(state, torch.stack(self._last_inputs(layer, move.last, new_inputs)))
+            state, out = rule.step(state, torch.stack(self._last_inputs(kept, move.last, new_inputs)))
             if move.stays is not None:
                 states[move.stays] = state
             if move.row is not None:

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..core.errors import UnsupportedModel
+from .coded_values import kept_width
 from .family import SelectiveScan
 
 MOST_VALUES = 128  # Most values of a head of `ValueSteps`.
@@ -48,6 +49,14 @@ class StateForm(NamedTuple):
     def n_inputs(self) -> int:
         """Values that a row's update is made of: query, key, value, and the numbers of each head."""
         return self.n_keys + self.n_heads * (self.value_width + self.n_numbers) + self.n_low
+
+    def codes_values(self, dtype: torch.dtype) -> bool:
+        """Tell whether a row's values are kept in codes: where these are nearly all that a row keeps (Mamba-1)."""
+        return self.n_low > 0 and dtype == torch.bfloat16 and self.n_convolved % 16 == 0
+
+    def kept_width(self, dtype: torch.dtype) -> int:
+        """Return how many elements of a dtype are kept of a row's inputs."""
+        return kept_width(self.n_inputs, self.n_convolved) if self.codes_values(dtype) else self.n_inputs
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -78,6 +78,11 @@ struct Recurrence {  // a gated delta rule or a state space, in place of attenti
     int n_keys() const { return 2 * n_key_heads * key_width; }
     int n_convolved() const { return convolves_keys * n_keys() + n_heads * value_width; }
     int n_inputs() const { return n_keys() + n_heads * (value_width + n_numbers) + n_low; }
+    // Whether a row's values, of a pass in bfloat16, are kept as codes; and the elements that are kept of its inputs.
+    bool codes_values(int32_t is_bf16) const { return is_bf16 && n_low && n_convolved() % 16 == 0; }
+    int kept_width(int32_t is_bf16) const {
+        return codes_values(is_bf16) ? n_inputs() - n_convolved() + 1 + n_convolved() * 13 / 16 : n_inputs();
+    }
 };
 
 enum Activation : int32_t { SILU, GELU, GELU_TANH, RELU, RELU_SQUARED, XIELU, CLAMPED };

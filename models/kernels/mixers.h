@@ -197,12 +197,18 @@ void Runner<T>::recurrence(const Step& step, const Recurrence& part, const RowLi
     const T* from = step.from_kept ? kept_ : (const T*)pass_.hidden;
     const Input input = enter(part.before, list, from, part.projections, part.n_projections, thread);
     const int total = project(part.projections, part.n_projections, input, list, thread), n_inputs = part.n_inputs();
-    each(REST, thread, list.n, 1, [&](int64_t i, int64_t) {
+    const List<Part>& parts = parts_[step.rows];
+    const bool codes = part.codes_values(pass_.is_bf16);
+    int64_t n_kept_rows = 0;
+    for (int64_t p = 0; codes && p < parts.n; p++) n_kept_rows += n_decoded(step, part, pass_.sequences[parts[p].sequence]);
+    each(REST, thread, list.n + n_kept_rows, 1, [&](int64_t i, int64_t) {
+        if (i >= list.n) return decode(step, part, i - list.n);
         T* to = updates_ + i * n_inputs;
         for (const int32_t* run = part.runs; run < part.runs + 2 * part.n_runs; to += run[1], run += 2)
             memcpy(to, inner_ + i * total + run[0], run[1] * sizeof(T));
+        if constexpr (std::is_same_v<T, bf16>)
+            if (codes) trim(updates_ + i * n_inputs, part.n_convolved());
     });
-    const List<Part>& parts = parts_[step.rows];
     if (!part.convolves_keys) select(step, part, list, thread);
     else each(REST, thread, list.n * part.n_key_heads, 1, [&](int64_t item, int64_t) {
         const Part* rows = parts.items;
@@ -229,8 +235,8 @@ void Runner<T>::recurrence(const Step& step, const Recurrence& part, const RowLi
                 is_kept &= !memchr(own.visible + row * (own.first_slot + own.n_rows), 0, own.committed);
             }
         for (int64_t i = std::max(rows.first, rows.first + rows.n - own.n_kept); is_kept && i < rows.first + rows.n; i++)
-            memcpy((T*)own.inputs[step.layer] + int64_t(places_[row_of(list, i)].slot % own.n_kept) * n_inputs,
-                   updates_ + i * n_inputs, n_inputs * sizeof(T));
+            keep(part, updates_ + i * n_inputs,
+                 (T*)own.inputs[step.layer] + int64_t(places_[row_of(list, i)].slot % own.n_kept) * part.kept_width(pass_.is_bf16));
         roots[0] = own.is_text ? own.first_slot + own.n_rows : own.committed;
         if (own.lag) roots[1] = std::max(roots[1], roots[0] - own.lag);
     });
@@ -256,7 +262,11 @@ template <class T> const T* Runner<T>::inputs_at(
     const Step& step, const Recurrence& part, const RowList& list, const Part& rows, int64_t slot) const {
     const Sequence& own = pass_.sequences[rows.sequence];
     if (slot >= own.first_slot) return updates_ + index_of(list, rows, slot) * part.n_inputs();
-    return (const T*)own.inputs[step.layer] + slot % own.n_kept * part.n_inputs();
+    if (!part.codes_values(pass_.is_bf16)) return (const T*)own.inputs[step.layer] + slot % own.n_kept * part.n_inputs();
+    int64_t at = slot - first_decoded(step, part, own);
+    for (const Part* before = parts_[step.rows].items; before < &rows; before++)
+        at += n_decoded(step, part, pass_.sequences[before->sequence]);
+    return decoded_ + at * part.n_inputs();
 }
 
 // A prompt's row's query and key of a key head, to `keys_`: once for all heads that share them.

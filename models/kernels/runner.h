@@ -38,7 +38,7 @@ template <class T> class Runner {
         views_.clear(), places_.clear(), parts_.clear();
         const size_t rows = std::max<size_t>(1, pass.n_rows + n_earlier());
         size_t wide = 1, inner = 1, head = 0, heads = 0, queries = 0, gates = 0, updates = 0, keys = 0, state = 0, path = 0;
-        size_t low = 0, steps_of_row = 0;
+        size_t low = 0, steps_of_row = 0, decoded = 0;
         bool packed = false, ordered = false, keeps = false;
         Mixed mixed;  // the sizes of the largest mixture
         auto widest = [&](const Map& map) {
@@ -82,6 +82,7 @@ template <class T> class Runner {
                 for (int i = 0; i < part.n_projections; i++) widest(part.projections[i]), total += part.projections[i].n_out;
                 widest(part.out), inner = std::max(inner, total), updates = std::max<size_t>(updates, part.n_inputs());
                 keys = std::max<size_t>(keys, part.n_keys());
+                if (part.codes_values(pass.is_bf16)) decoded = std::max<size_t>(decoded, n_decoded(steps[s], part) * part.n_inputs());
                 if (!part.convolves_keys) {
                     widest(part.low), widest(part.steps), low = std::max<size_t>(low, part.low.n_out);
                     steps_of_row = std::max<size_t>(steps_of_row, part.steps.n_out);
@@ -99,6 +100,7 @@ template <class T> class Runner {
         heads_ = (T*)arena.take(rows * heads * sizeof(T));
         gates_ = (T*)arena.take(rows * gates * sizeof(T));
         updates_ = (T*)arena.take(rows * updates * sizeof(T));
+        decoded_ = (T*)arena.take(decoded * sizeof(T));
         low_ = (T*)arena.take(2 * rows * low * sizeof(T));
         value_steps_ = (T*)arena.take(rows * steps_of_row * sizeof(T));
         keys_ = (float*)arena.take(rows * keys * sizeof(float));
@@ -165,6 +167,19 @@ template <class T> class Runner {
     }
     static int64_t n_earlier(const Step& step, const Sequence& sequence) {  // those of one sequence
         return std::max<int64_t>(0, sequence.first_slot - oldest(step, sequence));
+    }
+
+    // The first slot whose kept inputs a row's convolution may read, and the number of such slots before the pass.
+    static int64_t first_decoded(const Step& step, const Recurrence& part, const Sequence& sequence) {
+        return std::max<int64_t>(0, oldest(step, sequence) - part.n_taps + 1);
+    }
+    static int64_t n_decoded(const Step& step, const Recurrence& part, const Sequence& sequence) {
+        return std::max<int64_t>(0, sequence.first_slot - first_decoded(step, part, sequence));
+    }
+    int64_t n_decoded(const Step& step, const Recurrence& part) const {  // those of all sequences
+        int64_t n = 0;
+        for (int i = 0; i < pass_.n_sequences; i++) n += n_decoded(step, part, pass_.sequences[i]);
+        return n;
     }
 
     // The first slot that a sequence's oldest state in a layer does not include.
@@ -324,6 +339,8 @@ template <class T> class Runner {
     int tail_of(const Step& step, const Recurrence& part, const RowList& list, const Part& rows, int64_t i, const T** last) const;
     int64_t index_of(const RowList& list, const Part& rows, int64_t slot) const;
     const T* inputs_at(const Step& step, const Recurrence& part, const RowList& list, const Part& rows, int64_t slot) const;
+    void decode(const Step& step, const Recurrence& part, int64_t i);
+    void keep(const Recurrence& part, const T* inputs, T* to) const;
     const T* value_steps(const Step& step, const Recurrence& part, const RowList& list, const Part& rows, int64_t slot) const;
     void share_keys(const Step& step, const Recurrence& part, const RowList& list, const Part& rows, int64_t i, int key_head);
     void take_head(const Step& step, const Recurrence& part, const RowList& list, const Part& rows, int head, int thread);
@@ -352,6 +369,7 @@ template <class T> class Runner {
     T *inner_, *mixed_, *kept_;
     T* heads_;             // queries and keys of latent attention
     T *gates_, *updates_;  // gates of gated heads; inputs of recurrent layers' updates
+    T* decoded_;           // inputs of rows before those of the pass, of layers that keep them in codes
     T* low_;               // of Mamba-1: each row's step of low rank, key and query; then the normed step
     T* value_steps_;       // of Mamba-1: a step for each value, of the pass's rows and then of those before them
     float* keys_;          // queries and keys of a prompt's rows in a recurrent layer, prepared once for heads that share them

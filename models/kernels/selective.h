@@ -6,6 +6,7 @@
 // Of its steps a row keeps the one of low rank alone: those of values would take as much memory as its values. They are made
 // again, with those of the pass, for each row that a state is still to be taken behind.
 #pragma once
+#include "coded_values.h"
 #include "runner.h"
 
 namespace {
@@ -89,6 +90,32 @@ static inline void select_state(const Update* by, int n, float* state, int n_key
         }
 }
 
+// Decode what is kept of the i-th row before those of the pass, counted over all sequences that a layer has rows of.
+template <class T> void Runner<T>::decode(const Step& step, const Recurrence& part, int64_t i) {
+    if constexpr (std::is_same_v<T, bf16>) {
+        T* to = decoded_ + i * part.n_inputs();
+        const Part* rows = parts_[step.rows].items;
+        for (int64_t n; i >= (n = n_decoded(step, part, pass_.sequences[rows->sequence])); rows++) i -= n;
+        const Sequence& own = pass_.sequences[rows->sequence];
+        const int64_t slot = first_decoded(step, part, own) + i;
+        const int n_values = part.n_convolved(), n_others = part.n_inputs() - n_values;
+        const T* from = (const T*)own.inputs[step.layer] + slot % own.n_kept * part.kept_width(true);
+        decode_values((const uint16_t*)(from + n_others), n_values, to);
+        memcpy(to + n_values, from, n_others * sizeof(T));
+    }
+}
+
+// What is kept of a row's inputs.
+template <class T> void Runner<T>::keep(const Recurrence& part, const T* inputs, T* to) const {
+    if constexpr (std::is_same_v<T, bf16>)
+        if (part.codes_values(true)) {
+            const int n_values = part.n_convolved(), n_others = part.n_inputs() - n_values;
+            memcpy(to, inputs + n_values, n_others * sizeof(T));
+            return code_values(inputs, n_values, (uint16_t*)(to + n_others));
+        }
+    memcpy(to, inputs, part.n_inputs() * sizeof(T));
+}
+
 // The inputs of the last tokens that the convolution reads for a list's row, the newest last; returns how many they are.
 template <class T> int Runner<T>::tail_of(
     const Step& step, const Recurrence& part, const RowList& list, const Part& rows, int64_t i, const T** last) const {
@@ -146,7 +173,7 @@ void Runner<T>::select(const Step& step, const Recurrence& part, const RowList& 
         const Sequence& own = pass_.sequences[parts[p].sequence];
         const int64_t first = oldest(step, own), n = n_earlier(step, own);
         each(REST, thread, n, 1, [&](int64_t i, int64_t) {
-            const T* inputs = (const T*)own.inputs[step.layer] + (first + i) % own.n_kept * n_inputs;
+            const T* inputs = inputs_at(step, part, list, parts[p], first + i);
             memcpy(steps + (n_steps + i) * rank, inputs + n_values + 2 * n_keys, rank * sizeof(T));
         });
         n_steps += n;

@@ -174,7 +174,7 @@ DRAFTED: dict[str, tuple[str, dict[str, int], float]] = {
         {"mamba_n_heads": 48, "mamba_d_head": 64, "mamba_d_state": 128, "mamba_n_groups": 1, "mamba_expand": 96},
         0.05,
     ),
-    "Jamba 3B": ("jamba", {"mamba_expand": 160, "mamba_d_state": 16, "mamba_dt_rank": 160}, 0.235),
+    "Jamba 3B": ("jamba", {"mamba_expand": 160, "mamba_d_state": 16, "mamba_dt_rank": 160}, 0.2),
 }
 
 
