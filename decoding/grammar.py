@@ -130,8 +130,7 @@ class GrammarMask(LogitsProcessor):
         if not self._move_matcher(generated, n_known):
             return torch.ones_like(stop_mask)
         grammar_mask = torch.frombuffer(bytearray(self.matcher.compute_logit_bias()), dtype=torch.uint8)[:n_vocab] != 0
-        if self.matcher.is_error():
-            raise InvalidInput(f"the grammar cannot be followed any further: {line(self.matcher.get_error())}")
+        self._check_matcher()
         if self.matcher.is_stopped():
             return stop_mask
         return grammar_mask | stop_mask if self.matcher.is_accepting() else grammar_mask & ~stop_mask
@@ -147,8 +146,16 @@ class GrammarMask(LogitsProcessor):
         self._n_committed = len(self._read)
         return [] if self.matcher.is_stopped() else list(self.matcher.compute_ff_tokens())
 
+    def _check_matcher(self) -> None:
+        """Raise InvalidInput if the grammar took too much work: the matcher would take no further token."""
+        if self.matcher.is_error():
+            raise InvalidInput(f"the grammar cannot be followed any further: {line(self.matcher.get_error())}")
+
     def _move_matcher(self, generated: Sequence[int], n_known: int) -> bool:
-        """Advance the matcher past `n_known` committed tokens and `generated`; return whether it accepts them all."""
+        """Advance the matcher past `n_known` committed tokens and `generated`; return whether it accepts them all.
+
+        Raises: InvalidInput: the grammar takes too much work here.
+        """
         consumed = self._read[n_known:]
         id_pairs = enumerate(zip(consumed, generated, strict=False))
         n_same = next(
@@ -157,6 +164,7 @@ class GrammarMask(LogitsProcessor):
         if n_same < len(consumed):
             self.matcher.rollback(len(consumed) - n_same)
         n_accepted = self.matcher.try_consume_tokens(list(generated[n_same:]))
+        self._check_matcher()
         self._read[n_known + n_same :] = generated[n_same : n_same + n_accepted]
         self._n_committed = min(self._n_committed, n_known + n_same)
         return n_same + n_accepted == len(generated)

@@ -35,10 +35,45 @@ NAMES = {  # Field of the engine's request -> field in the client's request.
     **{"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens"},
     **{"task": "swiftopt.task", "version": "swiftopt.plan"},
 }
-REPLACEMENTS = {  # Unsupported field -> field to use instead.
-    **dict.fromkeys(("structured_outputs", "guided_json", "guided_regex", "guided_choice"), "response_format"),
-    **{"guided_grammar": "response_format", "functions": "tools", "function_call": "tool_choice"},
-    **{"bad_words": "logit_bias", "allowed_token_ids": "logit_bias"},
+# Fields of other servers and of sibling routes that would change an answer and are refused, each with the values that
+# are accepted because they ask for the default behaviour. A route that knows such a field takes it.
+REFUSED_FIELDS: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("audio", "web_search_options", "prompt_logprobs", "truncate_prompt_tokens"), ()),
+    **{"modalities": (["text"],), "suffix": ("",), "allowed_token_ids": (), "bad_words": ([],), "best_of": (0, 1)},
+    **dict.fromkeys(("functions", "function_call", "chat_template", "prompt_embeds", "options"), ()),
+    **dict.fromkeys(("include_stop_str_in_output", "use_beam_search", "early_stopping", "echo", "logprobs"), (False,)),
+    **dict.fromkeys(("return_tokens_as_token_ids", "add_special_tokens"), (False,)),
+    **dict.fromkeys(("skip_special_tokens", "spaces_between_special_tokens", "do_sample"), (True,)),
+    **dict.fromkeys(("length_penalty", "repeat_penalty", "typical_p", "tfs_z", "num_beams", "n"), (1, 1.0)),
+    **dict.fromkeys(("mirostat", "dry_multiplier", "xtc_probability", "dynatemp_range", "top_a"), (0, 0.0)),
+    **dict.fromkeys(("no_repeat_ngram_size", "min_new_tokens", "min_length", "top_logprobs"), (0,)),
+    **dict.fromkeys(("documents", "stop_sequences", "stop_words", "logits_processors", "lora", "tools"), ([],)),
+    **{"custom_logit_processor": (), "lora_path": (), "tool_choice": ("none", "auto")},
+    # The text's form.
+    **dict.fromkeys(("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"), ()),
+    **dict.fromkeys(("grammar", "regex", "ebnf", "json_schema", "structural_tag", "format"), ("",)),
+    **{"response_format": ({"type": "text"},), "text": ({"format": {"type": "text"}},)},
+    # Its length.
+    **dict.fromkeys(("max_tokens", "max_completion_tokens", "max_output_tokens", "max_new_tokens", "max_length"), ()),
+    **dict.fromkeys(("n_predict", "num_predict"), (-1,)),
+    # What is to be answered.
+    **dict.fromkeys(("messages", "prompt", "input", "inputs", "previous_response_id", "conversation"), ()),
+    "instructions": ("",),
+}
+REPLACEMENTS = {  # Refused field -> field to use instead; "{form}", "{length}" and "{prompt}" are the route's own.
+    **dict.fromkeys(("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"), "{form}"),
+    **dict.fromkeys(("grammar", "regex", "ebnf", "json_schema", "structural_tag", "format"), "{form}"),
+    **dict.fromkeys(("response_format", "text"), "{form}"),
+    **dict.fromkeys(("max_tokens", "max_completion_tokens", "max_output_tokens", "max_new_tokens"), "{length}"),
+    **dict.fromkeys(("max_length", "n_predict", "num_predict"), "{length}"),
+    **dict.fromkeys(("messages", "prompt", "input", "inputs", "instructions"), "{prompt}"),
+    **dict.fromkeys(("previous_response_id", "conversation"), "{prompt}, with all of the conversation"),
+    **dict.fromkeys(("stop_sequences", "stop_words"), "stop"),
+    **dict.fromkeys(("min_new_tokens", "min_length"), "min_tokens"),
+    **dict.fromkeys(("bad_words", "allowed_token_ids"), "logit_bias"),
+    **dict.fromkeys(("tools", "tool_choice"), "/v1/chat/completions"),
+    **{"functions": "tools", "function_call": "tool_choice", "repeat_penalty": "repetition_penalty"},
+    **{"do_sample": "temperature", "options": "its fields in the body itself"},
     "prompt_logprobs": "echo with logprobs at /v1/completions",
 }
 
@@ -74,8 +109,7 @@ class Lenient(Body):
 
     PASSES_ON: ClassVar[bool] = False
 
-    # Refused fields, each with the values that are accepted because they ask for the default behaviour.
-    UNSUPPORTED: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
+    UNSUPPORTED: ClassVar[Mapping[str, tuple[Any, ...]]] = {}  # Refused fields of a route, as REFUSED_FIELDS.
 
     model_config = ConfigDict(extra="allow")
 

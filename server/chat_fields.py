@@ -15,6 +15,9 @@ from ..core.errors import InvalidInput, UnsupportedField, UnsupportedValue
 from ..core.streams import text_of
 from .bodies import Lenient
 
+# Roles whose messages say nothing without content. Answers may be calls alone, and functions may return nothing.
+WITH_CONTENT = ("developer", "system", "user")
+
 
 class Message(Lenient):
     """One message of a chat, of a role that OpenAI knows; parts of text are joined."""
@@ -32,8 +35,10 @@ class Message(Lenient):
     def as_template_message(self, path: str) -> dict[str, Any]:
         """Return it as templates read it: with the content as a text.
 
-        Raises: InvalidInput: a part of it is no text, or a call names no function.
+        Raises: InvalidInput: it has no content, a part of it is no text, or a call names no function.
         """
+        if self.content is None and self.role in WITH_CONTENT:
+            raise InvalidInput(f"{path} has no content: give it a text", f"{path}.content")
         if self.audio is not None:
             raise UnsupportedField(f"{path}.audio: only text is read here, send it as content", f"{path}.audio")
         message = {name: value for name, value in (self.model_extra or {}).items() if value is not None}

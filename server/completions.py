@@ -461,8 +461,6 @@ async def tokenize(app: Shared, request: Request, body: AskedTokens) -> Response
     """The token ids of the prompt that a chat or a completion of the same body reads."""
     with body.naming():
         body.check()
-        if body.extra.get("prompt") is not None:
-            raise InvalidInput("messages and prompt exclude each other: give one of them", "prompt")
         prompt, *further_prompts = body.requests("")
         if further_prompts:
             raise InvalidInput(

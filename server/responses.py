@@ -59,9 +59,11 @@ class AskedResponse(CommonFields):
     """A request in the form of Responses."""
 
     UNSUPPORTED: ClassVar = {
-        **AskedChat.UNSUPPORTED,
-        **{"truncation": ("disabled",), "top_logprobs": (0,), "include": ([], ["reasoning.encrypted_content"])},
+        **CommonFields.UNSUPPORTED,
+        **{"truncation": ("disabled",), "include": ([], ["reasoning.encrypted_content"])},
     }
+
+    REPLACED_BY: ClassVar = {"form": "text.format", "length": "max_output_tokens", "prompt": "input"}
 
     input: str | Annotated[list[dict[str, Any]], Field(max_length=MOST_MESSAGES)]
     instructions: str | None = None
@@ -76,11 +78,11 @@ class AskedResponse(CommonFields):
     _offered: ResponseTools = PrivateAttr(default_factory=lambda: ResponseTools(()))
 
     def check(self) -> None:
-        super().check()
         for name in STORED:
             if self.extra.get(name):
                 problem = f"{name} is not supported, for no response is stored here: send the whole input"
                 raise UnsupportedField(problem, name)
+        super().check()
         for name in ("return_metrics", "return_token_ids"):
             if getattr(self, name):
                 raise UnsupportedField(f"{name} is not supported in Responses: ask /v1/chat/completions for it", name)
@@ -91,7 +93,8 @@ class AskedResponse(CommonFields):
 
     def name(self, error: SwiftoptError) -> None:
         super().name(error)
-        error.args = (self._in_its_words(str(error)),)
+        if error.param not in self.extra:
+            error.args = (self._in_its_words(str(error)),)
 
     def _in_its_words(self, text: str) -> str:
         """Return a text in which places of the chat are those of the request."""
@@ -149,6 +152,11 @@ class AskedResponse(CommonFields):
         if isinstance(choice, dict):
             options = {key: value for key, value in choice.items() if key not in ("type", "namespace")}
             kind, name = choice.get("type"), chat_name(choice.get("namespace"), choice.get("name"))
+            if kind not in ("function", "custom"):
+                problem = f"tool_choice is of type {kind!r}: use 'none', 'auto', 'required' or a function by its name"
+                raise UnsupportedValue(problem, "tool_choice.type")
+            if not isinstance(name, str):
+                raise InvalidInput("tool_choice has no name: give that of one of the tools", "tool_choice.name")
             choice = {"type": "function" if kind == "custom" else kind, "function": {**options, "name": name}}
         values = {
             **self.model_dump(include={*CommonFields.model_fields, "parallel_tool_calls"}),

@@ -26,7 +26,7 @@ from ..core.requests import CompletionRequest
 from ..core.serialization import LARGEST, to_javascript_path
 from ..core.streams import text_of
 from ..core.types import Sampling
-from .bodies import NAMES, PROMPT_FIELDS, REPLACEMENTS, Lenient, Strict
+from .bodies import NAMES, PROMPT_FIELDS, REFUSED_FIELDS, REPLACEMENTS, Lenient, Strict
 from .chat_fields import Message, NamedTool, Tool, plain_messages
 
 # No control characters: PostgreSQL cannot store NUL, and names must fit on one line.
@@ -133,14 +133,9 @@ class Prediction(Lenient):
 class CommonFields(Lenient):
     """The fields of chats, completions and responses."""
 
-    UNSUPPORTED: ClassVar = {
-        **dict.fromkeys(("audio", "web_search_options", "structured_outputs", "guided_json", "guided_regex"), ()),
-        **dict.fromkeys(("guided_choice", "guided_grammar", "prompt_logprobs", "truncate_prompt_tokens"), ()),
-        **{"best_of": (0, 1), "suffix": ("",), "modalities": (["text"],), "allowed_token_ids": (), "bad_words": ([],)},
-        **dict.fromkeys(("include_stop_str_in_output", "use_beam_search", "early_stopping"), (False,)),
-        "return_tokens_as_token_ids": (False,),
-        **{"skip_special_tokens": (True,), "spaces_between_special_tokens": (True,), "length_penalty": (1, 1.0)},
-    }
+    UNSUPPORTED: ClassVar = REFUSED_FIELDS
+    # Names of a route's fields in the advice of REPLACEMENTS.
+    REPLACED_BY: ClassVar = {"form": "response_format", "length": "max_tokens", "prompt": "messages"}
 
     model: str
     temperature: float | None = Field(default=None, ge=0, le=2)
@@ -174,7 +169,8 @@ class CommonFields(Lenient):
             if value is not None and not any(
                 type(value) is type(accepted_value) and value == accepted_value for accepted_value in accepted
             ):
-                advice = f"use {REPLACEMENTS[name]}" if name in REPLACEMENTS else "leave it out"
+                replacement = REPLACEMENTS.get(name, "").format(**self.REPLACED_BY)
+                advice = f"use {replacement}" if replacement else "leave it out"
                 kind = UnsupportedValue if accepted else UnsupportedField
                 raise kind(f"{name} is not supported here: {advice}", name)
 
@@ -194,8 +190,8 @@ class CommonFields(Lenient):
             raise
 
     def name(self, error: SwiftoptError) -> None:
-        """Let an error name a field as the client does."""
-        if error.param is not None:
+        """Let an error name a field as the client does; fields that the route does not know have the client's names."""
+        if error.param is not None and error.param not in self.extra:
             error.param = self.name_of(error.param)
 
     def name_of(self, field: str) -> str:
@@ -283,12 +279,6 @@ class GenerationFields(CommonFields):
 
 class AskedChat(GenerationFields):
     """A chat."""
-
-    UNSUPPORTED: ClassVar = {
-        **GenerationFields.UNSUPPORTED,
-        **{"functions": (), "function_call": (), "chat_template": (), "documents": ([],)},
-        **{"echo": (False,), "add_special_tokens": (False,)},
-    }
 
     messages: list[Message] = Field(min_length=1, max_length=MOST_MESSAGES)
     max_completion_tokens: int | None = Field(default=None, ge=1, le=LARGEST)
@@ -402,6 +392,8 @@ class AskedChat(GenerationFields):
 
 class AskedText(GenerationFields):
     """A completion of texts, or of token ids."""
+
+    REPLACED_BY: ClassVar = {**GenerationFields.REPLACED_BY, "prompt": "prompt"}
 
     prompt: str | list[str] | list[int] | list[list[int]]
     add_special_tokens: bool | None = None

@@ -208,7 +208,12 @@ class Planner:
             return None, "no database to look a plan up in: pass --db or --layer-set FILE"
         runtime = self.runtime
         if self.version is not None:
-            stored_plan = self.store.plan(runtime.info.fingerprint, task, self.version)
+            try:
+                stored_plan = self.store.plan(runtime.info.fingerprint, task, self.version)
+            except LayerSetNotFound as error:
+                # Clients know the model by its name.
+                message = str(error).replace(runtime.info.fingerprint, self.request.model)
+                raise LayerSetNotFound(message, "version") from error
             if stored_plan.plan.engine is not None:
                 raise InvalidInput(
                     f"version {self.version} of {task} is for {stored_plan.plan.engine} and not decoded here:"

@@ -284,6 +284,16 @@ def test_grammar_that_takes_long_is_refused(make: Callable[[], object], words: s
             assert time.thread_time() - began < 1.5
 
 
+def test_grammar_that_becomes_too_much_work_in_the_middle_ends_the_text_and_allows_no_other() -> None:
+    """A matcher that has failed takes no token, as one whose text violates the grammar."""
+    mask = fresh(Grammar.json_schema({"type": "string", "pattern": "^a{100000}$"}))
+    quote, letter = (letter_tokenizer().convert_tokens_to_ids(token) for token in '"a')
+    assert mask.allowed([], VOCAB).nonzero().tolist() == [[quote]]
+    for ask in (lambda: mask.allowed([quote], VOCAB), lambda: mask.allowed([quote, letter], VOCAB)):
+        with pytest.raises(InvalidInput, match=r"the grammar cannot be followed any further: .*too many expressions"):
+            ask()
+
+
 def test_grammar_is_refused_where_it_cannot_hold() -> None:
     grammar = GRAMMARS["regex"]
     worded: Any = worded_runtime()

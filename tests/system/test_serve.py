@@ -833,7 +833,8 @@ def test_tuning_can_be_seen_paused_and_pinned(server: Served, client: openai.Ope
         after = of(ours.tuning())
         assert (after.requests, after.pairs) == (before.requests + 1, before.pairs), "nothing was tried on it"
         body["swiftopt"] = {"task": "pinned", "plan": 7}
-        assert "pinned" in refused(server.client.post("/v1/completions", json=body), 404)
+        problem = refused(server.client.post("/v1/completions", json=body), 404, "swiftopt.plan")
+        assert "tiny/pinned" in problem and "tiny --stream FILE --task pinned" in problem
         assert ours.steer_tuning("pause").models["tiny"].paused
         assert not ours.steer_tuning("resume", "tiny").models["tiny"].paused
         with pytest.raises(InvalidInput, match="pin is for one task"):
