@@ -31,6 +31,7 @@ from .services import FRESH_S, schema_problem
 GIB = 1 << 30
 # Below this much free memory, even the small models with an alias do not fit in bfloat16.
 LOW_MEMORY = 2 * GIB
+LOW_DATABASE = 10 * 2**20  # Below this, SQLite may find no room for its log.
 LOW_DISK = 5 * GIB  # Below this, a download or a converted GGUF file of a small model may not fit.
 CLOCK_S = 2.0  # Clock difference in seconds above which the times in listings mislead.
 NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
@@ -223,11 +224,19 @@ def check_cache() -> Finding:
     from ..models.cache import cache_root
 
     folder = cache_root()
-    existing_folder = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    existing_folder = _existing(folder)
     free_bytes = shutil.disk_usage(existing_folder).free
     if not os.access(existing_folder, os.W_OK):
         return "fail", f"{folder} cannot be written: set SWIFTOPT_CACHE_DIR to a folder of yours"
-    return "warn" if free_bytes < LOW_DISK else "ok", f"{folder}, {free_bytes / GIB:.1f} GiB free"
+    text = f"{folder}, {free_bytes / GIB:.1f} GiB free"
+    if free_bytes < LOW_DISK:
+        return "warn", f"{text}: make room there, or set SWIFTOPT_CACHE_DIR to a folder on another disk"
+    return "ok", text
+
+
+def _existing(path: Path) -> Path:
+    """Return a path, or the innermost folder above it that exists."""
+    return next(existing for existing in (path, *path.absolute().parents) if existing.exists())
 
 
 def check_model(name: str) -> Finding:
@@ -257,9 +266,16 @@ def check_model(name: str) -> Finding:
 
 def check_database(url: str) -> Finding:
     from ..store import Store
+    from ..store.database import file_of
     from ..store.migrations import look
 
     state = look(url)
+    if (file := file_of(url)) is not None:
+        folder = _existing(file.parent)
+        if not all(os.access(path, os.W_OK) for path in (folder, _existing(file))):
+            return "fail", f"{state.database} cannot be written: name another by --db or SWIFTOPT_DATABASE_URL"
+        if shutil.disk_usage(folder).free < LOW_DATABASE:
+            return "fail", f"the disk of {state.database} is full: make room there"
     if state.revision is None:
         return "ok", f"{state.database}, empty: the first command that needs it creates it"
     if state.refusal:

@@ -212,12 +212,19 @@ def exists(url: str) -> bool:
 
     Raises: StoreError: the URL cannot be read.
     """
+    file = file_of(url)
+    return file is None or file.exists()
+
+
+def file_of(url: str) -> Path | None:
+    """Return the file that a database's URL names as a path; None for all others.
+
+    Raises: StoreError: the URL cannot be read.
+    """
     try:
-        parsed = make_url(url)
+        return _file(make_url(url))
     except (SQLAlchemyError, ValueError) as error:
         raise _unreadable(url) from error
-    file = _file(parsed)
-    return file is None or file.exists()
 
 
 def json_text(value: Any) -> str:

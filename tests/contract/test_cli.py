@@ -465,6 +465,22 @@ def test_doctor_measures_what_auto_selects_on_a_gpu(
     assert found[0] == status and words in found[1]
 
 
+@pytest.mark.parametrize("begun", [True, False])
+def test_doctor_fails_where_the_database_cannot_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, begun: bool
+) -> None:
+    file = tmp_path / "a.db" if begun else tmp_path / "new" / "a.db"
+    if begun:
+        Store.open(file).close()
+    url, free = f"sqlite:///{file}", shutil.disk_usage(tmp_path)
+    assert doctor.check_database(url)[0] == "ok"
+    monkeypatch.setattr("shutil.disk_usage", lambda folder: free._replace(free=1 << 20))
+    assert doctor.check_database(url) == ("fail", f"the disk of {file} is full: make room there")
+    monkeypatch.setattr("os.access", lambda path, mode: False)
+    status, problem = doctor.check_database(url)
+    assert (status, problem.partition(":")[0]) == ("fail", f"{file} cannot be written")
+
+
 def test_doctor_tells_the_free_memory_of_each_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
