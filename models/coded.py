@@ -1,8 +1,8 @@
-"""Linear maps whose weights are codes of 4 or 8 bits: as our kernels read them, and as compressed-tensors writes them.
+"""Linear maps with weights in codes of 4 or 8 bits: in the layout of our kernels, and in that of compressed-tensors.
 
-Our kernels read the codes of any checkpoint. `PackedForm` writes `pack-quantized`, which vLLM, SGLang and others read;
-its codes are symmetric: a weight is (code - 2^(bits - 1)) · scale, the scale that of a group of inputs or of a whole
-row.
+Our kernels read the codes of any checkpoint in memory. `PackedForm` writes checkpoints as `pack-quantized`, which vLLM,
+SGLang and others read. Its codes are symmetric: a weight is (code - 2^(bits - 1)) · scale, with a scale for each group
+of inputs or for each row.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ ZEROS_AS_CODES = {
 CHUNK = 1 << 15  # Weights quantised per step on a CPU.
 DEVICE_CHUNK = 1 << 27  # Weights quantised per step on a GPU.
 SCRATCH = 30  # Bytes of scratch memory that quantising needs per weight of a step.
-DEQUANTISED = 256  # Blocks de-quantised per step, so that no float32 copy of a large map is held.
+DEQUANTISED = 256  # Blocks that are de-quantised at a time, so that a large map needs no whole copy in float32.
 SHRINKS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75)  # Shares of the full scale to try: clipping outliers may reduce the error.
 
 Form = ParamSpec("Form")
@@ -42,9 +42,9 @@ def weights_at_once(device: torch.device) -> int:
 
 
 def by_rows(quantise: Callable[Concatenate[Tensor, Form], Parts]) -> Callable[Concatenate[Tensor, Form], Parts]:
-    """Quantise a few rows at a time: on a CPU they stay in its caches, several times faster than all rows at once.
+    """Quantise a few rows at a time: they stay in a CPU's caches, which is several times faster than all rows at once.
 
-    A GPU takes a hundred million weights at a time, because each piece costs kernel launches.
+    On a GPU each step has a hundred million weights, because a step costs kernel launches.
     """
 
     @wraps(quantise)
@@ -58,10 +58,11 @@ def by_rows(quantise: Callable[Concatenate[Tensor, Form], Parts]) -> Callable[Co
 
 @dataclass(frozen=True, slots=True)
 class Codes:
-    """A weight (out, in) by a checkpoint's definition: (code - zero) * scale.
+    """A weight (out, in) as checkpoints define it: (code - zero) * scale.
 
-    `codes`: uint8 (out, in), its inputs group by group. `scales` (as stored) and `zeros` (int16): (out, groups).
-    `order`: int64 (in,), which of the map's inputs each column is for; None: they are in order.
+    codes: uint8 (out, in), with the inputs of each group adjacent.
+    scales, zeros: (out, groups), in the stored dtype and in int16.
+    order: int64 (in,), the map's input of each column; None: they are in order.
     """
 
     codes: Tensor
@@ -73,14 +74,15 @@ class Codes:
 
 
 class CodedLinear(nn.Module):
-    """A linear map by the codes of a checkpoint.
+    """A linear map that keeps the codes of a checkpoint.
 
-    Scales stay in the type they are stored in, and zeros are whole numbers, so that no weight changes. A
-    group is cut into equal parts that our kernels know, if there are such.
+    Scales keep their stored dtype, and zeros are integers, so no weight changes. Groups of a size that our kernels do
+    not support are split into equal parts of a supported size, if possible.
 
-    DEVIATION: our kernels round what goes in to 8 bits per group, which none of the formats says; `forward` does not.
+    DEVIATION: our kernels round a map's inputs to 8 bits per group, which none of the formats specifies; `forward`
+    does not.
 
-    Args: coded: the weight. bias: (out,) or None. dtype: of the model.
+    Args: coded: the weight. bias: (out,) or None. dtype: the model's.
     """
 
     order: Tensor | None
@@ -91,12 +93,12 @@ class CodedLinear(nn.Module):
         self.n_out, self.n_in = coded.codes.shape
         self.bits, self.dtype = coded.bits, dtype
         fitting = (size for size in GROUPS if coded.group % size == 0)
-        # One scale covers the whole row, so it may be repeated for the padding after the last input.
+        # With one scale per row, the scale also serves the padding after the last input.
         by_row = coded.group >= self.n_in
         self.group = next(fitting, GROUPS[-1] if by_row else coded.group)
         width = self.n_in + -self.n_in % self.group
         codes = coded.codes
-        if width != self.n_in or self.n_out % ROWS:  # Skip padding where none is needed: it would copy the codes.
+        if width != self.n_in or self.n_out % ROWS:  # F.pad copies the codes, so it is not called without need.
             codes = F.pad(codes, (0, width - self.n_in, 0, -self.n_out % ROWS))
         offsets = (1 << (self.bits - 1)) - coded.zeros  # The kernels take the middle code as zero.
         scales, zeros = (
@@ -117,11 +119,11 @@ class CodedLinear(nn.Module):
 
     @property
     def table(self) -> int:
-        """The table that codes are places in, a constant of `kernels.layout`; they are numbers."""
+        """The table that codes index, a constant of `kernels.layout`; these codes are plain numbers."""
         return layout.NUMBERS
 
     def map(self, bias: Tensor | None = None) -> layout.Map:
-        """Describe the map to our kernels. Args: bias: another than its own."""
+        """Describe the map to our kernels. Args: bias: replaces the map's own."""
         bias = self.bias if bias is None else bias
         bias_at = None if bias is None else bias.data_ptr()
         order = None if self.order is None else self.order.data_ptr()
@@ -130,7 +132,7 @@ class CodedLinear(nn.Module):
         return layout.Map(self.codes.data_ptr(), bias_at, self.scales.data_ptr(), order, 0, *form)
 
     def numbers(self) -> Tensor:
-        """Return the de-quantised weight (out, in), float32 as far as the model's dtype is not."""
+        """Return the de-quantised weight (out, in) in the model's dtype."""
         return self.weight
 
     @property
@@ -157,7 +159,7 @@ class CodedLinear(nn.Module):
         return F.linear(x, self.weight, self.bias)
 
     def plain(self) -> nn.Linear:
-        """The same map with a de-quantised weight."""
+        """Return the same map with a de-quantised weight."""
         return plain_linear(self.weight, self.bias)
 
 
@@ -180,10 +182,10 @@ def plain_linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
 
 
 def pack(codes: Tensor, scales: Tensor, zeros: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """Lay out codes and scales as `kernels/quantised.h` wants them.
+    """Lay out codes and scales for `kernels/quantised.h`.
 
-    Args:    codes: (out, in), in whole blocks and groups. scales, zeros: (out, in / group), of one type.
-    Returns: uint8 (blocks, bytes of a block) and (blocks, groups, 2, 16) of the scales' type.
+    Args:    codes: (out, in), whole blocks and groups. scales, zeros: (out, in / group), of one dtype.
+    Returns: codes, uint8 (blocks, bytes of a block), and scales and zeros, (blocks, groups, 2, 16) in their dtype.
     """
     n_out, n_in = codes.shape
     quads = codes.to(torch.uint8).contiguous().view(torch.int32)  # Move four inputs per int32, which is faster.
@@ -195,6 +197,7 @@ def pack(codes: Tensor, scales: Tensor, zeros: Tensor, bits: int) -> tuple[Tenso
 
 
 def unpack(blocks: Tensor, pairs: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Undo `pack`; return codes (out, in), scales and zeros (out, groups)."""
     quads = blocks.view(len(blocks), -1, ROWS, 4)
     if bits == 4:
         quads = torch.stack((quads & 15, quads >> 4), dim=2).flatten(1, 2)
@@ -205,7 +208,7 @@ def unpack(blocks: Tensor, pairs: Tensor, bits: int) -> tuple[Tensor, Tensor, Te
 
 @dataclass(frozen=True, slots=True)
 class PackedForm:
-    """How the linear maps of some sub-layers are written; `group`: inputs that share a scale, None for all of a row."""
+    """The form in which linear maps are written; `group`: number of inputs that share a scale (None: a whole row)."""
 
     bits: Literal[4, 8]
     group: int | None
@@ -216,7 +219,7 @@ class PackedForm:
         return f"int{self.bits}, {f'groups of {self.group}' if self.group else 'a scale per row'}"
 
     def tensors(self, name: str, weight: Tensor) -> dict[str, Tensor]:
-        """Return what is stored for a map `name` with that weight (out, in); scales have the weight's dtype."""
+        """Return the tensors to store for a map `name` with a weight (out, in); scales have the weight's dtype."""
         codes, scales = rounded(weight, self.bits, self.group)
         return {
             f"{name}.weight_packed": packed(codes, self.bits),
@@ -225,7 +228,7 @@ class PackedForm:
         }
 
     def config(self, ignored: Iterable[str]) -> dict[str, Any]:
-        """Return the model's quantization_config; `ignored` maps are stored whole."""
+        """Return the model's quantization_config. Args: ignored: names of maps that are not quantised."""
         weights = {
             "num_bits": self.bits,
             "type": "int",
@@ -246,9 +249,9 @@ class PackedForm:
 
 
 def packed_form(layer_set: LayerSet, subs: Sequence[SubLayer], widths: Iterable[int]) -> PackedForm | None:
-    """Return the one form for all of those sub-layers that have fewer bits; None where none has.
+    """Return the form for all quantised sub-layers among `subs`: their most frequent format; None: none is quantised.
 
-    It is the most frequent form. Args: widths: inputs of the maps, all of which the group divides.
+    Args: widths: numbers of inputs of the maps; the group divides all of them.
     """
     names = [name for sub in subs if (name := layer_set.format_of(*sub)) is not None]
     if not names:
@@ -262,7 +265,7 @@ def packed_form(layer_set: LayerSet, subs: Sequence[SubLayer], widths: Iterable[
 
 @by_rows
 def rounded(weight: Tensor, bits: int, group: int | None) -> tuple[Tensor, Tensor]:
-    """Return codes uint8 (out, in) and scales (out, groups) in the weight's dtype, of the least squared error tried."""
+    """Return codes uint8 (out, in) and scales (out, groups) in the weight's dtype; of `SHRINKS` the best is taken."""
     half = 1 << (bits - 1)
     grouped = weight.float().reshape(weight.shape[0], -1, group or weight.shape[1])
     reach = grouped.abs().amax(dim=-1, keepdim=True) / (half - 1)

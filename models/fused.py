@@ -1,8 +1,8 @@
-"""A layer in fewer kernels on a CUDA device, for `graphs` and `exact`: joined linear maps, and one kernel for a norm.
+"""Fewer kernels per layer on a CUDA device, for the speeds `graphs` and `exact`.
 
-A pass over one row of a 13B model took 688 kernels when each module ran by itself, and a quarter of its time was not
-spent on weights. Maps of the same input become one; a gate is one kernel with its product, a norm one with the sum
-before it.
+Linear maps of the same input become one. A gate's activation and product are one kernel, and so are an addition to the
+residual stream and the norm after it. Without that, a pass over one row of a 13B model takes 688 kernels, and a quarter
+of its time is not spent on weights.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ GATES = {"silu": device.SILU, "gelu_pytorch_tanh": device.GELU_TANH}  # Activati
 
 
 class FusedNorm:
-    """A norm computed by one kernel, which may also add to its input what a sub-layer gave.
+    """A norm computed by one kernel, which can also compute the addition before it.
 
     Raises: Unsupported: no kernel computes this norm.
     """
@@ -57,12 +57,12 @@ class FusedNorm:
         return normed
 
     def after(self, hidden: Tensor, added: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the sum of two tensors (rows, n), and the norm of it."""
+        """Return the sum of two tensors (rows, n), and the norm of the sum."""
         return device.added_norm(hidden, added, self._form.weight, self._form.bias, self._form.eps, **self._kind)
 
 
 class GatedMlp(nn.Module):
-    """A gated MLP whose two input maps are one, gate first; its activation and product are one kernel."""
+    """A gated MLP with one input map, to gate and then up; activation and product are one kernel."""
 
     def __init__(self, into: nn.Module, down: nn.Module, activation: str) -> None:
         super().__init__()
@@ -83,7 +83,7 @@ class GatedMlp(nn.Module):
 
 
 def fuse(runtime: Runtime) -> None:
-    """Compute a runtime's layers by fewer kernels; the model's modules stay, their weights are views of joined ones."""
+    """Let a runtime compute its layers with fewer kernels; weights of its modules become views of joined ones."""
     join_maps(runtime)
     final, *of_layers = (_fused_norm(*norm, runtime.dtype) for norm in norms_of(runtime))
     runtime.final_norm = final
@@ -101,7 +101,7 @@ def _fused_norm(norm: Any, width: int, place: torch.device, dtype: torch.dtype) 
 
 
 def norms_of(runtime: Runtime) -> Iterator[tuple[Any, int, torch.device]]:
-    """Yield the final norm and then those of each layer by `NORMS`, with the values of each and its device."""
+    """Yield the final norm, and then those of each layer in the order of `NORMS`, each with its width and device."""
     hidden = int(runtime.config.hidden_size)
     yield runtime.final_norm, hidden, runtime.norm_device
     for block in runtime.blocks:
@@ -122,7 +122,7 @@ def _width_of(norm: str, block: Block, hidden: int) -> int:
 @torch.inference_mode(False)
 @torch.no_grad()
 def join_maps(runtime: Runtime) -> None:
-    """Join each layer's linear maps of one input, where they are plain ones: queries, keys and values; gate and up."""
+    """Join each layer's plain linear maps of one input: queries, keys and values; gate and up."""
     for block in runtime.blocks:
         block.parts = _joined_layer(block, runtime.family, runtime.family.setting(runtime.config, "hidden_act"))
 
@@ -145,9 +145,9 @@ def _joined_layer(block: Block, family: Family, activation: str) -> LayerModules
 
 
 def joined(maps: Sequence[Any]) -> nn.Linear | None:
-    """Return linear maps of one input as one, None where they are no plain ones.
+    """Join linear maps of one input; None: they are not plain, or there is only one.
 
-    Their weights and biases are views of the joined ones afterwards.
+    Their weights and biases become views of the joined ones.
     """
     with suppress(Unsupported):
         for module in maps:
@@ -168,6 +168,7 @@ def joined(maps: Sequence[Any]) -> nn.Linear | None:
 
 def _joined_parameter(parameters: Sequence[nn.Parameter]) -> nn.Parameter:
     whole = torch.cat([parameter.data for parameter in parameters])
-    for parameter, part in zip(parameters, torch.split(whole, [len(one) for one in parameters]), strict=True):
+    parts = torch.split(whole, [len(parameter) for parameter in parameters])
+    for parameter, part in zip(parameters, parts, strict=True):
         parameter.data = part
     return nn.Parameter(whole, requires_grad=False)

@@ -1,9 +1,9 @@
 """Passes replayed as CUDA graphs: one launch instead of hundreds, for draft steps and verification of all requests.
 
-A graph has fixed shapes and addresses. So a pass is rounded up, its rows to one of `WIDTHS` and the slots they see to a
-context bucket; everything else about its rows, where their buffers lie as well, is a number in a table that the kernels
-read (`models.rows`). Rows of several sequences share a pass; rows that only fill it up are written nowhere. A
-layer set is part of what is captured: a sub-layer that it skips is not in the graph.
+A graph has fixed shapes and addresses. So a pass is padded: its rows to one of `WIDTHS`, and the slots that they see to
+a context bucket. Everything else about its rows, also the addresses of their buffers, is a number in a table that the
+kernels read (`models.rows`). Rows of several sequences share a pass; padding rows write nothing. There is a graph for
+each layer set, without the sub-layers that it skips.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ Answer = tuple[Tensor, Tensor | None]
 class Shape:
     """Fixed properties of a captured pass: layers `first` … `last` - 1 over `width` rows of at most `n_slots` slots.
 
-    `begun`: the rows begin as states and not as tokens. `is_read`: logits are wanted of some of them.
+    `begun`: the input is states, not tokens. `is_read`: logits of some rows are wanted.
     """
 
     width: int
@@ -61,9 +61,9 @@ class Shape:
 
 
 class StaticPass:
-    """A pass of a shape with every input in a tensor that never moves.
+    """A pass of a shape, with every input in a tensor at a fixed address.
 
-    `fill` brings the inputs, `run` computes; between the two nothing depends on the rows but the tensors' contents.
+    `fill` writes the inputs, and `run` computes from them.
     """
 
     def __init__(self, runtime: Runtime, shape: Shape) -> None:
@@ -72,19 +72,18 @@ class StaticPass:
         self.data = torch.zeros((self.table.n_fields, shape.width), dtype=torch.int64, device=runtime.device)
         size = (shape.width, int(runtime.config.get_text_config().hidden_size))
         self.begun = torch.zeros(size, dtype=runtime.dtype, device=runtime.device) if shape.begun else None
-        self.kinds = torch.zeros(shape.width, dtype=torch.int64, device=runtime.device)  # Of `ExpertCounter`.
-        self.counts: Tensor | None = None  # What rows took of mixtures in the last run.
+        self.kinds = torch.zeros(shape.width, dtype=torch.int64, device=runtime.device)  # Rows' kinds, `ExpertCounter`.
+        self.counts: Tensor | None = None  # Counts of experts in the last run.
         self._plan = PassPlan(runtime, Rows([0] * shape.width, 0, variants=shape.variants))
-        # Keep these rotation tables alive: the runtime drops them when it builds longer ones, but the graph still reads
-        # their addresses.
+        # Keep these rotation tables alive: the runtime drops them when it makes longer ones, but the graph reads them.
         self._rotations = [
             runtime.rotation(block.layer_type, runtime.device, self.table.n_positions) for block in runtime.blocks
         ]
 
     def fill(self, passes: Sequence[Pass]) -> None:
-        """Load the rows of passes of this shape, one pass after the other.
+        """Write the rows of passes of this shape into the inputs, one pass after the other.
 
-        Raises: TableFullError: some row sees more slots than a table holds.
+        Raises: TableFullError: a row sees more slots than the table has room for.
         """
         plans, device = plans_of(self.runtime, passes), self.runtime.device
         made = self.table.made([(plan, plan.every) for plan in plans], device)
@@ -122,7 +121,7 @@ Captured = tuple[StaticPass, Replay]
 class GraphPasses:
     """The captured passes of one runtime.
 
-    Args:   record: makes of a filled pass what runs it again on the inputs of the moment.
+    Args:   record: captures a pass, and returns the function that replays it (None: as a CUDA graph).
     Raises: SettingsError: the model is not on one CUDA device, or Triton's kernels cannot compute it.
     """
 
@@ -153,40 +152,42 @@ class GraphPasses:
         self.n_first = 0  # Passes computed before replay, captures included; slower than replayed ones.
 
     def forward(self, passes: Sequence[Pass]) -> list[Tensor] | None:
-        """Return the wanted logits (rows, vocab) of passes over the same layers, one replay for each layer set.
+        """Return the wanted logits (rows, vocab) of passes over the same layers, with one replay for each layer set.
 
-        None: some rows have no captured pass, being too many, of several layer sets at once, or of a new shape.
+        None: there is no captured pass, because there are too many rows, rows of one pass have several layer sets, or
+        the shape is new.
         """
         sets: dict[tuple[LayerSet, ...], list[Pass]] = {}
         for pass_ in passes:
             sets.setdefault(pass_.rows.variants, []).append(pass_)
-        shapes = [self._shape(some) for some in sets.values()]
+        shapes = [self._shape(members) for members in sets.values()]
         if None in shapes or not all([self._is_due(shape) for shape in shapes if shape is not None]):
             return None
-        filled = [self._filled(cast(Shape, shape), some) for shape, some in zip(shapes, sets.values(), strict=True)]
+        pairs = zip(shapes, sets.values(), strict=True)
+        filled = [self._filled(cast(Shape, shape), members) for shape, members in pairs]
         # Check before the first replay: otherwise a fallback would record states a second time.
         if not all(filled):
             return None
         logits: dict[int, Tensor] = {}
-        for captured_pass, some in zip(filled, sets.values(), strict=True):
-            answers = _answers(*cast(Captured, captured_pass), some)
-            logits |= {id(pass_): one for pass_, one in zip(some, answers, strict=True)}
+        for captured_pass, members in zip(filled, sets.values(), strict=True):
+            answers = _answers(*cast(Captured, captured_pass), members)
+            logits |= {id(pass_): answer for pass_, answer in zip(members, answers, strict=True)}
         return [logits[id(pass_)] for pass_ in passes]
 
     def _shape(self, passes: Sequence[Pass]) -> Shape | None:
-        one, n = passes[0], sum(len(pass_.rows.token_ids) for pass_ in passes)
-        first, last = one.layers or (0, self.runtime.n_layers)
+        model_pass, n = passes[0], sum(len(pass_.rows.token_ids) for pass_ in passes)
+        first, last = model_pass.layers or (0, self.runtime.n_layers)
         begun = {pass_.hidden is not None for pass_ in passes}
         captured = {depth for pass_ in passes for depth in pass_.capture or ()}
-        if n > WIDTHS[-1] or len(one.rows.variants) > 1 or len(begun) > 1 or not captured <= {last}:
+        if n > WIDTHS[-1] or len(model_pass.rows.variants) > 1 or len(begun) > 1 or not captured <= {last}:
             return None
         n_slots = context_bucket(max(pass_.rows.first_slot + len(pass_.rows.token_ids) for pass_ in passes))
         is_read = any(pass_.wanted is None or len(pass_.wanted) for pass_ in passes)
         width = next(width for width in WIDTHS if width >= n)
-        return Shape(width, n_slots, one.rows.variants, first, last, begun.pop(), is_read)
+        return Shape(width, n_slots, model_pass.rows.variants, first, last, begun.pop(), is_read)
 
     def _is_due(self, shape: Shape) -> bool:
-        """Count a use; return whether the shape is captured or is to be captured now."""
+        """Count a use of a shape; return whether it is captured, or should be captured now."""
         if shape in self._passes:
             return True
         if len(self._uses) > 64 * MOST_GRAPHS:
@@ -197,9 +198,9 @@ class GraphPasses:
         return self._uses[shape] >= RECORD_AT and shape not in self.refused
 
     def _filled(self, shape: Shape, passes: Sequence[Pass]) -> Captured | None:
-        """Return the captured pass of a shape, with the rows of `passes`; None: there is none for them.
+        """Return the captured pass of a shape, filled with the rows of `passes`; None: it cannot run them.
 
-        If a pass cannot be captured, mostly for lack of memory, it is computed without a graph and its requests go on.
+        If a pass cannot be captured, mostly for lack of memory, the caller computes it without a graph.
         """
         try:
             static = self._passes[shape][0] if shape in self._passes else StaticPass(self.runtime, shape)
@@ -208,7 +209,7 @@ class GraphPasses:
                 self._passes[shape] = static, self._record(static)
         except TableFullError:
             return None
-        except Exception as error:  # whatever a compiler or a driver may say
+        except Exception as error:  # Compilers and drivers raise exceptions of many types.
             if shape in self._passes:
                 raise
             self.refused[shape] = first_line(error)
@@ -256,7 +257,7 @@ def _wanted(logits: Tensor, wanted: Sequence[int] | None) -> Tensor:
 
 @torch.inference_mode()
 def pass_seconds(runtime: Runtime, graphs: GraphPasses) -> tuple[float, float]:
-    """Return the seconds of the model's one-row passes run one operation after the other, and replayed: medians.
+    """Return the median seconds of passes over one row: with launched operations, and replayed.
 
     Raises: RuntimeError: they cannot be captured.
     """
@@ -276,15 +277,15 @@ def pass_seconds(runtime: Runtime, graphs: GraphPasses) -> tuple[float, float]:
 
 @cache
 def _aside(device: torch.device) -> torch.cuda.Stream:
-    """The stream of a device that its graphs are captured on: libraries keep scratch memory for each stream."""
+    """Return the one stream for a device's captures: libraries keep scratch memory for each stream."""
     stream: torch.cuda.Stream = cast(Any, torch.cuda.Stream)(device)
     return stream
 
 
 def captured(task: Callable[[], T], device: torch.device, pool: Any = None) -> Callable[[], T]:
-    """Return a task's CUDA graph, as a function that replays it and returns what the task returned when captured.
+    """Capture a task as a CUDA graph; return a function that replays it and returns the task's result.
 
-    Args: pool: scratch memory that graphs share, which then run one at a time.
+    Args: pool: scratch memory that several graphs share; they must then run one at a time.
     """
     graph, aside = torch.cuda.CUDAGraph(), _aside(device)
     aside.wait_stream(torch.cuda.current_stream(device))
@@ -292,7 +293,7 @@ def captured(task: Callable[[], T], device: torch.device, pool: Any = None) -> C
     # a failed capture.
     try:
         with torch.cuda.device(device), torch.cuda.stream(aside):
-            # Run once before the capture: choosing kernels and making quantised copies cannot be captured.
+            # Run once before the capture, because choosing kernels and making quantised copies cannot be captured.
             task()
             with torch.cuda.graph(graph, pool=pool, stream=aside):
                 answer = task()

@@ -1,4 +1,4 @@
-"""Rows of families whose layers have attention or another mixer of tokens; part of `families.FAMILIES`."""
+"""Rows of families with other token mixers than attention in some layers; part of `families.FAMILIES`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tells what a model needs in memory before its weights are read: by its config, and by the headers of its files."""
+"""Computes how much memory a model needs, from its config and the headers of its files, before weights are read."""
 
 from __future__ import annotations
 
@@ -37,24 +37,27 @@ from .stored_tensors import StoredShape, dtype_in, stored_tensors
 
 PLANNED_TOKENS = 2048  # Tokens whose keys and values must fit into memory in addition to the weights.
 WORKSPACE = 1 << 30  # Bytes reserved on a CUDA device for its context and its libraries' workspaces.
-COPIED_BYTES = 0.9  # Weights of fewer bytes each, about 7 bits, are their own draft in int4.
-COPY_BYTES = 0.6  # Bytes of an int4 copy for drafts, with its scales, for each parameter that it stands for.
-TOLD = 0.01  # Copies of less than this share of the weights are not worth a word.
+COPIED_BYTES = 0.9  # Maps with fewer bytes per weight (about 7 bits) get no copy in int4 for drafts.
+COPY_BYTES = 0.6  # Bytes per weight of an int4 copy for drafts, scales included.
+TOLD = 0.01  # Copies are mentioned only if they take at least this share of the weights' memory.
 CODES = ("qweight", "weight_packed", "weight")  # Names of the tensors that hold a quantised map's codes.
 # Name endings of stored tensors that are not loaded.
 UNREAD = tuple(f".{ending.removeprefix('.')}" for ending in LEFTOVERS)
-# A config may describe so many times the values that its files hold: some fields of some families are not used.
+# A config that describes more than this multiple of the values in the files is refused. The estimate may exceed the
+# files' values because some families do not use all fields.
 MOST_TIMES = 4
-SMALL = 1 << 20  # Values that are too few to be worth refusing.
-EMBEDDING = "token_embd.weight"  # As GGUF files name it.
+SMALL = 1 << 20  # An excess of fewer values is accepted.
+EMBEDDING = "token_embd.weight"  # The embedding's name in GGUF files.
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """Bytes that a model needs at least: `context` for keys and values, `workspace` for a device's libraries.
+    """The least memory of a model, in bytes.
 
-    `n_copied`: parameters of which drafts in int4 have a copy. `mapped`: bytes of an embedding of which passes read
-    rows from its file, which are not among those needed. `is_part`: of a model that also reads images or audio.
+    weights, context, workspace: for weights, for keys and values of PLANNED_TOKENS, and for a device's libraries.
+    n_copied: number of weights that int4 drafts copy.
+    mapped: bytes of an embedding that stays in its file, which do not count as needed.
+    is_part: the model also has parts for images or audio, which are not loaded.
     """
 
     folder: Path
@@ -76,7 +79,7 @@ class MemoryPlan:
 
     @property
     def words(self) -> str:
-        """What it needs, to end a sentence that begins "MODEL needs"."""
+        """The memory in words, to complete the sentence "MODEL needs …"."""
         more = f", {_amount(self.workspace)} of workspace" if self.workspace else ""
         return (
             f"{_amount(self.weights)} for its weights, {_amount(self.context)} for keys and values of"
@@ -90,7 +93,7 @@ class MemoryPlan:
         return f"{name} needs {self.words}{drafts}{rows}{others}"
 
     def check(self, where: str, free: int) -> None:
-        """Raises: SettingsError: less is free there."""
+        """Raises: SettingsError: fewer than the needed bytes are free."""
         if free >= self.needed:
             return
         raise SettingsError(
@@ -108,12 +111,12 @@ def _amount(n_bytes: float) -> str:
 def memory_plan(
     folder: Path, dtype: str, on_cpu: bool, speed: Speed = "auto", file: GgufFile | None = None
 ) -> MemoryPlan:
-    """Read from a model's files what it will need in memory; see `models.loading.load`.
+    """Return the memory that a model will need; the arguments are those of `models.loading.load`.
 
-    A quantised checkpoint counts as it is stored where our kernels read its codes, else with plain weights.
+    Quantised weights count as stored if our kernels read their codes, and otherwise as plain weights.
 
-    Args:   file: what was read of a GGUF file already.
-    Raises: as `supported_config`. ModelNotFound: config and files do not describe one model.
+    Args:   file: the GGUF file, if it is open already.
+    Raises: as `supported_config`. ModelNotFound: config and files do not describe the same model.
     """
     config, scheme = supported_config(folder), supported_type(folder)[1]
     shapes: Mapping[str, StoredShape] = {}
@@ -133,21 +136,24 @@ def memory_plan(
         kept, read = None if isinstance(chosen, str) else chosen, loaded_tensors(file, config)
         without_codes = () if on_cpu else (EMBEDDING, TOKEN_TABLE)
         sizes = {
-            # A device has embeddings without codes.
-            one.name: (held_bytes(one, dtype_asked, None if one.name in without_codes else kept), one.n_values)
-            for one in read
+            # On a device, embeddings are de-quantised.
+            tensor.name: (
+                held_bytes(tensor, dtype_asked, None if tensor.name in without_codes else kept),
+                tensor.n_values,
+            )
+            for tensor in read
         }
         stored_at = {tensor.name: tensor.data.nbytes for tensor in read}
     elif shapes:
         codes_stay = on_cpu and is_kernel_speed and dtype_asked in (torch.bfloat16, torch.float32)
         by_library = scheme is not None and scheme.kind is not None
-        # Packing MXFP4 takes the library of a CPU, for a device, too.
+        # MXFP4 is packed by our library for CPUs, also for a CUDA device.
         is_packed = scheme is not None and (scheme.format != "mxfp4" or not isinstance(kernels(), str))
         codes_stay = codes_stay or by_library or (is_packed and speed == "exact")
         sizes = {name: _size(name, shape, scheme, codes_stay, dtype_asked) for name, shape in shapes.items()}
         stored_at = {name: shape.n_bytes for name, shape in shapes.items()}
         _refuse_other_shapes(config, shapes, folder)
-    else:  # Files of torch have no header that could be read alone.
+    else:  # Files in torch's format have no header with shapes.
         n_stored = stored_bytes // stored.itemsize
         sizes, stored_at = {"": (n_stored * dtype_asked.itemsize, n_stored)}, {}
     _refuse_more_values(config, sum(n_values for _, n_values in sizes.values()), folder)
@@ -169,7 +175,7 @@ def memory_plan(
 def _size(
     name: str, shape: StoredShape, scheme: Scheme | None, codes_stay: bool, dtype: torch.dtype
 ) -> tuple[int, int]:
-    """Return the bytes in memory of a stored tensor, and how many parameters it stands for."""
+    """Return the bytes that a stored tensor takes in memory, and its number of weights."""
     leaf = name.rpartition(".")[2]
     if scheme is not None and scheme.format == "mxfp4" and not shape.is_plain:
         n_values = 2 * shape.n_values if leaf.endswith(f"_{BLOCKS}") else 0
@@ -185,7 +191,7 @@ def _size(
 def _refuse_other_shapes(config: Any, shapes: Mapping[str, StoredShape], folder: Path) -> None:
     """Raises: ModelNotFound: embeddings have other sizes than the config says, or the files have fewer layers.
 
-    Everything else is compared when it is read; but a model of a wrong size would be made in memory first.
+    Other shapes are compared when tensors are read, but by then the model already takes memory.
     """
     family = family_of(config)
     embed, positions = (shapes.get(plain_name(f"{name}.weight")) for name in (family.embed, family.positions))
@@ -208,10 +214,10 @@ def _refuse_other_shapes(config: Any, shapes: Mapping[str, StoredShape], folder:
 
 
 def _values_beside(config: Any, family: Family) -> int:
-    """Return how many values layers have at least for experts, or for a recurrence in place of attention."""
+    """Return the least number of values of experts, per-layer inputs and recurrences in all layers."""
     n_layers, hidden = config.num_hidden_layers, config.hidden_size
     n_experts, inner = (getattr(config, name, None) or 0 for name in ("num_experts", "moe_intermediate_size"))
-    n_sparse = n_layers // 2 if family.experts else 0  # Configs say in several ways which layers have experts.
+    n_sparse = n_layers // 2 if family.experts else 0  # A lower bound: configs name the layers in several ways.
     n_values = 3 * n_sparse * n_experts * hidden * inner
     if family.layer_inputs is not None:
         n_values += n_layers * family.layer_inputs.width(config) * config.vocab_size
@@ -230,7 +236,7 @@ def _values_beside(config: Any, family: Family) -> int:
 
 
 def _attention_values(hidden: int, heads: HeadLayout) -> int:
-    """Return how many values the maps of a layer's attention have."""
+    """Return the number of values in the maps of a layer's attention."""
     if heads.latent is None:
         return (2 * heads.n_heads + (heads.projected - 1) * heads.n_kv_heads) * heads.width * hidden
     sizes = heads.latent

@@ -1,8 +1,8 @@
-"""Reads quantised checkpoints: GPTQ, AWQ, compressed-tensors, fp8 and MXFP4 without libraries, bitsandbytes by its own.
+"""Reads quantised checkpoints: GPTQ, AWQ, compressed-tensors, fp8 and MXFP4 itself, bitsandbytes through its library.
 
-Of the former the model is built without memory, its quantised linear maps become `CodedLinear`, or plain ones where
-their codes are 8-bit floats, and all else is read as it is stored. bitsandbytes (LLM.int8, nf4 and fp4, also with coded
-scales) computes its linear maps by its own modules.
+For the formats that are read here, the model is built on the meta device. Its quantised linear maps become
+`CodedLinear`, or plain maps if the codes are 8-bit floats; other tensors are read as they are stored. Checkpoints of
+bitsandbytes (LLM.int8, nf4 and fp4, also with quantised scales) keep that library's modules.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ NAMES: dict[CheckpointFormat, tuple[str, ...]] = {
     "fp8": ("weight_scale_inv", "weight"),
     "mxfp4": (BLOCKS, SCALES),
 }
-BIAS = "bias"  # GPTQ files store a bias of zeros even where the model has no bias.
+BIAS = "bias"  # GPTQ files store a bias of zeros even if the model has no bias.
 OPTIONAL = ("g_idx", "weight_zero_point", "weight_g_idx", "weight_shape")
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # Outputs (of eight) of the 4-bit codes in an AWQ word, from the lowest bits up.
 
@@ -63,12 +63,12 @@ def load_packed(
     for_device: bool = False,
     maps_rows: bool = False,
 ) -> tuple[Any, int]:
-    """Load a quantised checkpoint on the CPU; its quantised maps are `CodedLinear`, of 8-bit floats plain ones.
+    """Load a quantised checkpoint on the CPU; its maps become `CodedLinear`, or plain maps if codes are 8-bit floats.
 
-    Args:    dtype: as `models.loading.load`. doing: what `on_step` receives, with the share of the weights read. coded:
-             False: our kernels do not compute experts on this CPU. for_device: those of a CUDA device do. Where neither
-             is so, experts are de-quantised. maps_rows: an embedding by layer stays in its file.
-    Returns: the model, in evaluation mode, and how many parameters it stands for.
+    Args:    dtype: as for `models.loading.load`. doing: words for `on_step`, which adds the share of the weights read.
+             coded: our kernels compute experts on this CPU. for_device: our kernels compute experts on a CUDA device.
+             Without either, experts are de-quantised. maps_rows: an embedding by layer stays in its file.
+    Returns: the model, in evaluation mode, and its number of weights.
     Raises:  ModelNotFound: tensors are missing, or are not what the config says.
     """
     model, dtype_asked = empty_model(folder, dtype)
@@ -88,7 +88,7 @@ def load_packed(
         if not maps and not experts and not blocks:
             raise _none_stored(folder, scheme)
         read_here = {*rest.values(), *(stored for parts in maps.values() for stored in parts.values())}
-        read_here |= {stored for one in experts for stored in one.names()}
+        read_here |= {stored for mixture in experts for stored in mixture.names()}
         n_bytes = {name: shape.n_bytes for name, shape in tensors.stored_shapes().items()}
         share = ReadShare(on_step, doing, sum(n_bytes.values()))
 
@@ -104,7 +104,7 @@ def load_packed(
 
         def make(parts: Mapping[str, Tensor], n_out: int, n_in: int) -> CodedLinear | nn.Linear:
             empty = nn.Linear(n_in, n_out, bias=False, device="meta")
-            if NAMES[scheme.format][0] not in parts:  # An expert that the checkpoint leaves as it was.
+            if NAMES[scheme.format][0] not in parts:  # The checkpoint has not quantised this expert.
                 return plain_linear(_shaped(parts, "weight", n_out, n_in, parts["weight"].dtype), None)
             return _made(scheme, empty, parts, dtype_asked)
 
@@ -116,8 +116,8 @@ def load_packed(
             done([stored])
             return cast(Tensor, tensors.read(stored))
 
-        # Biases of experts come first: they go where the maps go.
-        within = [f"{name}." for name in (*blocks, *(one.module for one in experts))]
+        # Read the biases of experts before their maps, whose modules take them over.
+        within = [f"{name}." for name in (*blocks, *(mixture.module for mixture in experts))]
         table = mapped_table(model.config, weight_files(folder)) if maps_rows else None
         if table is not None and (stored_table := rest.pop(f"{table}.weight", None)) is not None:
             value = tensors.read(stored_table)
@@ -169,7 +169,7 @@ def empty_model(folder: Path, dtype: str) -> tuple[Any, torch.dtype]:
 
 
 def unquantised_config(folder: Path, dtype: str) -> tuple[Any, torch.dtype]:
-    """Return the config of a folder's model as if it were not quantised, and the dtype that is asked for."""
+    """Return the config of a folder's model without its quantisation, and the requested dtype."""
     config = supported_config(folder)
     for name in CONFIG_KEYS:
         if hasattr(config, name):
@@ -179,7 +179,7 @@ def unquantised_config(folder: Path, dtype: str) -> tuple[Any, torch.dtype]:
 
 
 def without_weights(config: Any, dtype: torch.dtype) -> Any:
-    """Return transformers' model of a config, its parameters on the meta device."""
+    """Return transformers' model of a config, with its parameters on the meta device."""
     from accelerate import init_empty_weights
     from transformers import AutoModelForCausalLM
 
@@ -188,13 +188,14 @@ def without_weights(config: Any, dtype: torch.dtype) -> Any:
         return auto.from_config(config, dtype=dtype)
 
 
-def _quantised_maps(model: nn.Module, scheme: Scheme, own: Mapping[str, str]) -> dict[str, dict[str, str]]:
-    """The linear maps that are stored quantised, and their tensors' names by the format's."""
+def _quantised_maps(model: nn.Module, scheme: Scheme, stored_names: Mapping[str, str]) -> dict[str, dict[str, str]]:
+    """Return for each quantised linear map the names of its stored tensors, by their names in the format."""
     maps = {}
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear | Conv1D):
             stem = plain_name(f"{name}.weight").removesuffix("weight")
-            parts = {part: own[stem + part] for part in (*NAMES[scheme.format], BIAS) if stem + part in own}
+            names = (*NAMES[scheme.format], BIAS)
+            parts = {part: stored_names[stem + part] for part in names if stem + part in stored_names}
             if NAMES[scheme.format][0] in parts:
                 maps[name] = parts
     return maps
@@ -208,8 +209,8 @@ def _take_rest(model: nn.Module, values: Mapping[str, Tensor], dtype: torch.dtyp
 
 
 def _refuse_other(name: str, value: Tensor, shape: torch.Size, folder: Path) -> None:
-    """Raises: ModelNotFound: a stored tensor has another shape than the config says, or is of no plain numbers."""
-    # 8-bit floats would need a scale.
+    """Raises: ModelNotFound: a stored tensor has another shape than the config says, or is quantised."""
+    # 8-bit floats are quantised: they would need a scale.
     if value.shape != shape or not value.is_floating_point() or value.itemsize == 1:
         raise ModelNotFound(
             f"{name} in {folder} is {value.dtype} of shape {list(value.shape)}, and a model of its config.json has"
@@ -223,7 +224,7 @@ class _Mismatch(ValueError):
 
 @contextmanager
 def _fitting(name: str, folder: Path, scheme: Scheme) -> Iterator[None]:
-    """Turn a mismatch of what is read into an error that names the map."""
+    """Turn a mismatch of stored tensors into an error that names the map."""
     try:
         yield
     except ValueError as error:
@@ -244,7 +245,7 @@ def _made(scheme: Scheme, module: Any, parts: Mapping[str, Tensor], dtype: torch
 
 
 def _read_floats(scheme: Scheme, shape: tuple[int, ...], parts: Mapping[str, Tensor]) -> Tensor:
-    """Read a map's weight, float32 (out, in) = `shape`, from 8-bit floats and a scale of each block of them."""
+    """Read a map's weight, float32 (out, in) = `shape`, from 8-bit floats and a scale for each block of them."""
     name, codes = NAMES[scheme.format]
     if codes not in parts:
         raise _Mismatch(f"it lacks {codes}")
@@ -264,7 +265,7 @@ def _read_floats(scheme: Scheme, shape: tuple[int, ...], parts: Mapping[str, Ten
 
 
 def _read_codes(scheme: Scheme, shape: tuple[int, ...], parts: Mapping[str, Tensor]) -> Codes:
-    """Read a map (out, in) = `shape` from its tensors, by the names of `NAMES`."""
+    """Read a map (out, in) = `shape` from its tensors, whose names are those of `NAMES`."""
     zeros_needed = not scheme.symmetric and scheme.format in ("pack-quantized", "int-quantized")
     optional = [name for name in OPTIONAL if name != "weight_zero_point" or not zeros_needed]
     missing = [name for name in NAMES[scheme.format] if name not in parts and name not in optional]
@@ -282,7 +283,7 @@ def _read_codes(scheme: Scheme, shape: tuple[int, ...], parts: Mapping[str, Tens
 
 
 def _bias(parts: Mapping[str, Tensor], n_out: int, needed: bool) -> Tensor | None:
-    """Return a map's bias (out,); None if it has none, or only zeros where the model has no bias."""
+    """Return a map's bias (out,); None: it has none, or the model has none and the stored one is zero."""
     bias = parts.get(BIAS)
     if bias is None and needed:
         raise _Mismatch("it lacks its bias")
@@ -351,7 +352,7 @@ _READERS: dict[CheckpointFormat, Callable[[Scheme, int, int, int, Mapping[str, T
 def _shaped(
     parts: Mapping[str, Tensor], name: str, rows: int, columns: int, dtype: torch.dtype | None = None
 ) -> Tensor:
-    """A tensor of that shape; codes and zeros are int32 unless `dtype` says otherwise."""
+    """Return a tensor after checking its shape and dtype; codes and zeros are int32 unless `dtype` says otherwise."""
     tensor = parts[name]
     if tuple(tensor.shape) != (rows, columns):
         raise _Mismatch(f"its {name} has shape {list(tensor.shape)} in place of {[rows, columns]}")
@@ -362,7 +363,7 @@ def _shaped(
 
 
 def _codes(words: Tensor, bits: int) -> Tensor:
-    """Codes uint8 (rows, words * 32 / bits) of int32 words (rows, words), the lowest bits first."""
+    """Unpack int32 words (rows, words) to codes, uint8 (rows, words * 32 / bits), the lowest bits first."""
     as_bytes = words.contiguous().view(torch.uint8)
     return as_bytes if bits == 8 else torch.stack((as_bytes & 15, as_bytes >> 4), dim=-1).flatten(1)
 
@@ -381,7 +382,7 @@ def _order(index: Tensor, n_in: int, group: int) -> Tensor | None:
 
 
 def is_by_library(module: nn.Module) -> bool:
-    """Tell whether a library computes a linear map, from a weight that only it can read."""
+    """Tell whether a library computes a linear map, whose weight only that library can read."""
     return isinstance(module, nn.Linear) and type(module).__module__.partition(".")[0] == LIBRARY
 
 
@@ -404,9 +405,9 @@ def check_library(folder: Path, scheme: Scheme) -> None:
 def take_maps(model: Any, scheme: Scheme, dtype: str, folder: Path) -> int:
     """Check the maps that transformers has loaded, and make a row's result independent of other rows.
 
-    Args:    dtype: as `models.loading.load`, of all that is not quantised, and in which 4-bit maps compute; "auto": as
-             the config says.
-    Returns: how many parameters the model stands for.
+    Args:    dtype: as for `models.loading.load`; tensors that are not quantised get it, and 4-bit maps compute in it.
+             "auto": the config's.
+    Returns: the model's number of weights.
     Raises:  ModelNotFound: a map is not what the config says. UnsupportedModel: the head is quantised, or the library
              would read a map wrongly on a CPU.
     """
@@ -443,8 +444,7 @@ def _check(name: str, module: Any, model: Any, scheme: Scheme, folder: Path) -> 
         )
     state = getattr(module.weight, "quant_state", None)
     if state is not None and module.in_features % state.blocksize and module.weight.device.type == "cpu":
-        # Seen in bitsandbytes 0.50.2: the CPU kernel starts a new block at every row, but the stored blocks run across
-        # rows.
+        # In bitsandbytes 0.50.2, the CPU kernel starts a new block at every row, but stored blocks run across rows.
         raise UnsupportedModel(
             f"{name} in {folder} has {module.in_features} inputs, which blocks of {state.blocksize} do not divide,"
             f" and {LIBRARY} reads such a map wrongly on a CPU: use --device cuda"
@@ -467,14 +467,14 @@ def _is_whole(module: Any, scheme: Scheme) -> bool:
 def _set_compute_dtype(module: Any, dtype: torch.dtype | None) -> None:
     if dtype is not None:
         module.compute_dtype, module.compute_type_is_set = dtype, True
-    # On CPUs with bfloat16 instructions bitsandbytes transposes the weights at the first pass, computes in bfloat16
-    # whatever the dtype, and crashes if the number of outputs is not a multiple of PACKED_ROWS.
+    # On CPUs with bfloat16 instructions, bitsandbytes transposes the weights at the first pass and computes in bfloat16
+    # whatever the dtype. It crashes if the number of outputs is not a multiple of PACKED_ROWS.
     fits = module.out_features % PACKED_ROWS == 0
     module.support_avx512bf16_for_cpu &= fits and module.compute_dtype == torch.bfloat16
 
 
 def _by_row(module: Any, compute: Callable[[Tensor], Tensor], threshold: float, x: Tensor) -> Tensor:
-    """Map (…, in) to (…, out) by LLM.int8, outliers of a row apart.
+    """Map (…, in) to (…, out) with LLM.int8 (arXiv:2208.07339), each row's outliers separately.
 
     DEVIATION: the library takes an input out of the 8-bit product for all rows of a pass as soon as one row has an
     outlier there. A token would then depend on the other rows of its pass; here each row is computed as if alone.

@@ -1,6 +1,6 @@
-"""Passes on a CUDA device by our Triton kernels, which sum each row in one order, so that no row depends on others.
+"""Passes on a CUDA device with our Triton kernels, in which a row's bits do not depend on other rows.
 
-A drafted completion then equals plain decoding's in bfloat16, too. Torch computes only element-wise operations.
+So drafting does not change a completion, in bfloat16 either. Torch computes only element-wise operations.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from .runtime import Runtime
 
 
 def make_row_invariant(runtime: Runtime) -> str | None:
-    """Compute a runtime's passes by the row-invariant kernels; return why they cannot, or None.
+    """Let the row-invariant kernels compute a runtime's passes; return why they cannot, or None.
 
-    If they cannot, nothing is changed. The model's modules use these kernels wherever they are called, except for
-    inputs that require a gradient.
+    If they cannot, nothing changes. Otherwise the model's modules use these kernels wherever they are called, except
+    for inputs that require a gradient.
     """
     if reason := device.obstacle():
         return reason
@@ -79,11 +79,11 @@ def _unless_trained(compute: Callable[..., Any], otherwise: Callable[..., Any], 
 
 
 def _mixture(runtime: Runtime, block: Block, named: Experts) -> dict[Any, Callable[..., Any]]:
-    """Return what computes a mixture's choice of experts, and what computes the experts, by their modules.
+    """Return the functions that replace the forward of a mixture's router and of its experts, by module.
 
-    The rest of a mixture, its shared experts and its sums, is left to its own module.
+    The mixture's own module still computes the shared expert and adds it.
 
-    Raises: Unsupported: experts or their choice have a form that the kernels do not compute.
+    Raises: Unsupported: the kernels do not support the experts or the router.
     """
     mlp = block.parts.mlp
     for module in mlp.modules():
@@ -95,7 +95,7 @@ def _mixture(runtime: Runtime, block: Block, named: Experts) -> dict[Any, Callab
     bias: Any = getattr(router, "bias", None)
     rounded = router.weight.dtype if named.rounds_logits else torch.float32
     chooser = chooser_of(mlp, named)
-    # Some modules give the correction to the one that chooses.
+    # Some modules pass the correction to the module that chooses.
     inputs = (router.weight.new_zeros((1, router.weight.shape[1])), correction)
     answer = chooser(*inputs[: len(signature(chooser.forward).parameters)])
     is_reversed = in_order(answer) is not answer
@@ -110,7 +110,7 @@ def _mixture(runtime: Runtime, block: Block, named: Experts) -> dict[Any, Callab
         taken, weights = taken.int().contiguous(), weights.contiguous()
         tiles = device_experts.shared_out(taken, n_experts)
         readers = taken
-        if named.weighs_inputs:  # Each choice has an input of its own.
+        if named.weighs_inputs:  # Each choice of a row reads the row times its weight.
             hidden, readers = (hidden[:, None] * weights[..., None].to(hidden.dtype)).flatten(0, 1), taken.view(-1, 1)
             weights = torch.ones_like(weights)
         return products(hidden, readers, taken, weights, *tiles)
@@ -118,12 +118,12 @@ def _mixture(runtime: Runtime, block: Block, named: Experts) -> dict[Any, Callab
     return {chooser: chosen, experts: computed}
 
 
-# The sum of what experts give, by the rows or choices that read, the experts of these and of rows, weights, and tiles.
+# (inputs, experts that read each input, experts of each row, weights, order, tiles) -> sums of experts (rows, out).
 _Products = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 def _products(runtime: Runtime, experts: Any, named: Experts) -> _Products:
-    """Return what computes experts: by their weights, or by codes."""
+    """Return the function that computes experts, from plain weights or from codes."""
     gate = _gate(runtime, experts, named)
     if isinstance(experts, BlockExperts):
         if "gate" not in experts.maps:
@@ -157,40 +157,42 @@ def _products(runtime: Runtime, experts: Any, named: Experts) -> _Products:
 
 
 def _coded_stack(maps: Sequence[Any]) -> tuple[device_codes.CodedMap, Tensor | None]:
-    """Return a map of each expert as one, whose codes and scales theirs are views of, and the orders of their inputs.
+    """Stack the maps of all experts; return the stack, and the orders of their inputs, (experts, in) or None.
 
-    The orders are (experts, in), None where all are as they are.
+    The experts' codes and scales become views of the stack.
 
-    Raises: Unsupported: the kernels do not compute such codes.
+    Raises: Unsupported: the kernels do not support such codes.
     """
     first = maps[0]
-    if not all(isinstance(one, PackedBlocks) or (isinstance(one, CodedLinear) and one.bias is None) for one in maps):
+    if not all(
+        isinstance(map_, PackedBlocks) or (isinstance(map_, CodedLinear) and map_.bias is None) for map_ in maps
+    ):
         raise Unsupported("experts of such codes are computed by torch")
-    if len({coded_map(one)[2:] for one in maps}) > 1:
+    if len({coded_map(map_)[2:] for map_ in maps}) > 1:
         raise Unsupported("experts of several codes are computed by torch")
     if isinstance(first, CodedLinear):
         refuse_group(first)
-    stacks = [torch.stack([getattr(one, name).data for one in maps]) for name in ("codes", "scales")]
+    stacks = [torch.stack([getattr(map_, name).data for map_ in maps]) for name in ("codes", "scales")]
     for name, stack in zip(("codes", "scales"), stacks, strict=True):
-        for one, own in zip(maps, stack, strict=True):
-            getattr(one, name).data = own
+        for map_, view in zip(maps, stack, strict=True):
+            getattr(map_, name).data = view
     orders = None
-    of_maps = [getattr(one, "order", None) for one in maps]
-    if any(order is not None for order in of_maps):
+    orders_or_none = [getattr(map_, "order", None) for map_ in maps]
+    if any(order is not None for order in orders_or_none):
         usual = torch.arange(first.n_in, device=first.codes.device)
-        orders = torch.stack([usual if order is None else order.long() for order in of_maps])
+        orders = torch.stack([usual if order is None else order.long() for order in orders_or_none])
     return coded_map(first)._replace(codes=stacks[0], scales=stacks[1]), orders
 
 
-def coded_map(one: CodedLinear | PackedBlocks) -> device_codes.CodedMap:
+def coded_map(packed: CodedLinear | PackedBlocks) -> device_codes.CodedMap:
     """Describe packed weights to the kernels."""
-    form = one.form if isinstance(one, PackedBlocks) else one
-    numbers = form.bits, form.group, one.n_out, form.scale_type, form.table
-    return device_codes.CodedMap(one.codes.detach(), one.scales.detach(), *numbers)
+    form = packed.form if isinstance(packed, PackedBlocks) else packed
+    numbers = form.bits, form.group, packed.n_out, form.scale_type, form.table
+    return device_codes.CodedMap(packed.codes.detach(), packed.scales.detach(), *numbers)
 
 
 def _in_order(x: Tensor, orders: Tensor, experts: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the inputs (choices, in) of each choice in its expert's order, and the experts (choices, 1).
+    """Return each choice's input in its expert's order, (choices, in), and its expert, (choices, 1).
 
     Args: x: (rows, in). experts: (rows, chosen).
     """
@@ -199,7 +201,7 @@ def _in_order(x: Tensor, orders: Tensor, experts: Tensor) -> tuple[Tensor, Tenso
 
 
 def _gate(runtime: Runtime, experts: Any, named: Experts) -> Callable[[Tensor], Tensor]:
-    """Return what experts make of the outputs of their first maps, which are two where these have codes."""
+    """Return the function of the outputs of gate and up, (rows, 2 inner), that the down map reads."""
     by_turns = named.alternating and not isinstance(experts, BlockExperts)
     if named.clamped:
         numbers = {"limit": float(experts.limit), "slope": float(experts.alpha)}
@@ -212,7 +214,7 @@ def _gate(runtime: Runtime, experts: Any, named: Experts) -> Callable[[Tensor], 
 
 
 def _stack(experts: nn.Module, name: str, dtype: torch.dtype, by_inputs: bool) -> Tensor:
-    """Return the maps (experts, out, in) of experts; `by_inputs`: they lie as (experts, in, out)."""
+    """Return the maps of experts as (experts, out, in); `by_inputs`: they are stored as (experts, in, out)."""
     weight = getattr(experts, name, None)
     if not isinstance(weight, Tensor) or weight.dim() != 3 or weight.dtype != dtype:
         raise Unsupported(f"experts such as {type(experts).__name__} are computed by torch")

@@ -102,9 +102,9 @@ def reporting_progress(step: OnStep, doing: str) -> Iterator[None]:
 
 
 class ReadShare:
-    """Calls `step` with "`doing`, 40 % of the weights" about every second, by the bytes of files that were read.
+    """Calls `step` with "`doing`, 40 % of the weights" about every second; the share is that of bytes read.
 
-    Args: n_bytes: of all that is to be read.
+    Args: n_bytes: number of all bytes to read.
     """
 
     def __init__(self, step: OnStep, doing: str, n_bytes: int) -> None:
@@ -119,9 +119,9 @@ class ReadShare:
 
 
 def linked_gguf(folder: Path) -> Path:
-    """Return the GGUF file that a `gguf_settings_folder` links to, by the name that it was opened by.
+    """Return the GGUF file that a `gguf_settings_folder` links to, under the name by which it was opened.
 
-    The link is followed once: the file may itself be a link to a blob, next to which its other parts are not found.
+    Only one link is followed: the file may itself be a link to a blob in another folder, without its other parts.
     """
     link = folder / GGUF_WEIGHTS
     return Path(os.readlink(link)) if link.is_symlink() else link
@@ -131,10 +131,10 @@ def refuse_other_file(gguf: Path) -> None:
     """Raises: ModelNotFound: the file does not begin as a GGUF file, or cannot be read."""
     try:
         with gguf.open("rb") as file:
-            begins_so = file.read(len(MAGIC)) == MAGIC
+            is_gguf = file.read(len(MAGIC)) == MAGIC
     except OSError as error:
         raise ModelNotFound(f"{gguf} cannot be read ({error.strerror}): check its permissions") from error
-    if not begins_so:
+    if not is_gguf:
         raise ModelNotFound(f"{gguf} is no GGUF file: give a file that llama.cpp reads, or a model's folder")
 
 
@@ -162,10 +162,12 @@ def refuse_incomplete(folder: Path) -> None:
 
 
 def weight_files(folder: Path, of_mtp: bool = False) -> list[Path]:
-    """Return the files of a saved model's weights, in the order of preference of transformers; empty if there are none.
+    """Return the files of a saved model's weights, in transformers' order of preference; [] if there are none.
 
-    Files that an index names are listed whether they exist or not; those that hold nothing of the part that is loaded
-    are left out. `of_mtp`: as in `naming`.
+    Files that an index names are listed even if they do not exist. Files without tensors of the loaded part are left
+    out.
+
+    Args: of_mtp: as in `naming`.
     """
     for single in ("model.safetensors", "pytorch_model.bin"):
         if (folder / single).is_file():
@@ -190,9 +192,9 @@ def is_multimodal(folder: Path) -> bool:
 
 
 def naming(folder: Path, of_mtp: bool = False) -> Callable[[str], str | None]:
-    """Return how stored tensors are named in the model that is loaded; None: one is of a part that is not.
+    """Return the function from a stored tensor's name to its name in the loaded model; None: it is not loaded.
 
-    Args: of_mtp: how those of the multi-token-prediction layer are named, which is loaded as a separate model.
+    Args: of_mtp: name the tensors of the multi-token-prediction layer, which is loaded as a separate model.
     """
     own_name = text_name if is_multimodal(folder) else str
     mtp, n_layers = _mtp_in(folder)
@@ -213,14 +215,14 @@ def _mtp_in(folder: Path) -> tuple[Mtp | None, int]:
         outer, values = model_values(folder)
         family = MULTIMODAL[outer][values["model_type"]] if outer in MULTIMODAL else outer
         return FAMILIES[family].mtp, int(values["num_hidden_layers"])
-    except (SwiftoptError, KeyError, TypeError, ValueError):  # Whoever loads the model says what is wrong.
+    except (SwiftoptError, KeyError, TypeError, ValueError):  # Loading the model will report the error.
         return None, 0
 
 
 def check_files(names: Collection[str], where: object) -> None:
-    """Check a model's folder or repository by the names of its files, before anything is read.
+    """Check the names of the files in a model's folder or repository, before any is read.
 
-    Raises: UnsupportedModel: it holds more than a model. ModelNotFound: it has no tokenizer.
+    Raises: UnsupportedModel: one of `UNREAD_FILES` is there. ModelNotFound: there is no tokenizer.
     """
     refuse_unread_files(names, where)
     if not any(name in names for name in TOKENIZER_FILES):
@@ -273,13 +275,13 @@ def has_tokenizer(folder: Path) -> bool:
 
 
 def _no_config(path: Path, error: Exception) -> ModelNotFound:
-    # transformers puts the sentence about a value after one about the check that found it.
+    # transformers chains exceptions: the cause is the one that names the value.
     reason = first_line(error.__cause__ or error)
     return ModelNotFound(f"{path} is no model's config ({reason}): copy the folder again")
 
 
 def config_values(folder: Path) -> dict[str, Any]:
-    """Read the values that the folder's config names, without transformers and its defaults.
+    """Read the values in the folder's config.json, without transformers and its defaults.
 
     Raises: ModelNotFound: it cannot be read.
     """
@@ -294,12 +296,12 @@ def config_values(folder: Path) -> dict[str, Any]:
 
 
 def model_values(folder: Path) -> tuple[str, dict[str, Any]]:
-    """Read a supported model's type, and what its config says of the part that is loaded.
+    """Return a supported model's type, and the values of its config for the loaded part.
 
-    The type is that of the whole model; `model_type` among the values is that of the part.
+    The type is that of the whole model; `model_type` among the values is that of the loaded part.
 
-    Raises: ModelNotFound: the config cannot be read, or has a value that no model has. UnsupportedModel: swiftopt does
-        not compute that type.
+    Raises: ModelNotFound: the config cannot be read, or has an invalid value. UnsupportedModel: the type is not
+        supported.
     """
     path, values = folder / "config.json", config_values(folder)
     outer = values.get("model_type")
@@ -318,10 +320,10 @@ def model_values(folder: Path) -> tuple[str, dict[str, Any]]:
 
 
 def supported_type(folder: Path) -> tuple[str, Scheme | None]:
-    """Read a model's family and quantisation, None where there is none, from its config, without transformers.
+    """Return a model's family and quantisation (None: not quantised) from its config, without transformers.
 
-    Raises: as `model_values`. UnsupportedModel: swiftopt cannot read weights that are quantised in that way, or the
-        folder holds what is no causal language model alone.
+    Raises: as `model_values`. UnsupportedModel: the quantisation is not supported, or the folder has more than a causal
+        language model.
     """
     path, (outer, values) = folder / "config.json", model_values(folder)
     refuse_architectures(config_values(folder).get("architectures"), outer, path)
@@ -357,7 +359,7 @@ def refuse_architectures(named: Any, model_type: str, path: Path) -> None:
 
 
 def supported_config(folder: Path) -> Any:
-    """Read the config of the part of a folder's model that is loaded.
+    """Return transformers' config of the loaded part of a folder's model.
 
     Raises: as `supported_type`.
     """
@@ -390,7 +392,7 @@ def supported_config(folder: Path) -> Any:
 
 
 def _has_head(folder: Path) -> bool:
-    """Tell whether a folder's files, as far as they are here, have a head apart from the embedding."""
+    """Tell whether one of a folder's existing files has a head that is not tied to the embedding."""
     from safetensors import SafetensorError, safe_open
 
     named = naming(folder)
@@ -398,12 +400,12 @@ def _has_head(folder: Path) -> bool:
     try:
         headers: list[Any] = [safe_open(path, "np") for path in files]
         return any(named(stored) == HEAD for header in headers for stored in header.keys())  # noqa: SIM118
-    except (OSError, SafetensorError):  # Whoever reads the tensors says so.
+    except (OSError, SafetensorError):  # Reading the tensors will report the error.
         return False
 
 
 def refuse_mismatched(mismatched: Iterable[tuple[str, Any, Any]], where: Path, source: str) -> None:
-    """Raises: ModelNotFound: a weight (its name, its shape, the one wanted) is not what a model of `source` has."""
+    """Raises: ModelNotFound: a weight (its name, stored shape and expected shape) is among `mismatched`."""
     for name, stored, expected in sorted(mismatched):
         raise ModelNotFound(
             f"{name} in {where} has the shape {list(stored)}, and a model of {source} has {list(expected)} there:"
@@ -421,7 +423,7 @@ def refuse_missing(missing: Any, where: Path) -> None:
 def refuse_unread(names: Iterable[str], where: Path) -> None:
     """Raises: ModelNotFound: a model of the config has no place for some of these weights.
 
-    transformers leaves such weights out, and computes something else.
+    transformers would ignore such weights, and then compute something else.
     """
     unread = sorted(name for name in names if not name.endswith(LEFTOVERS))
     if unread:
