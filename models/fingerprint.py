@@ -1,15 +1,15 @@
-"""Identifies a model by a hash over everything that determines what it computes.
+"""Identifies a model by a hash of what determines its function.
 
-It covers the configuration (the fields that change the function), and of every tensor its name, its shape and 64 values
-at fixed places. A folder is read as stored, a model in memory as it was cast: a bfloat16 model gives one value from its
-folder, loaded in bfloat16 and loaded in float32, because that cast loses nothing. A model whose load did lose digits
-(float32 or float16 weights loaded as bfloat16) has another fingerprint in memory than its folder; `load` therefore
-always takes the folder's.
+The hash covers the fields of the config that change the function, and the name, the shape and 64 values at fixed
+positions of every tensor. A folder is hashed as stored, and a model in memory as it was cast. A bfloat16 model has the
+same fingerprint in its folder, in memory as bfloat16, and in memory as float32, because that cast is exact. If a cast
+rounds weights (float32 or float16 loaded as bfloat16), the model in memory has another fingerprint than its folder, so
+`load` always uses the folder's.
 
-A model with an adapter has the fingerprint of its base and of the adapter's tensors, sampled in the same way.
+The fingerprint of a merged model is a hash of its base's and of the adapter's tensors, sampled in the same way.
 
-A GGUF file has one fingerprint, whatever its name and wherever it lies: of its architecture's settings and of bytes of
-each tensor at fixed places. A folder that it was converted to for other engines has the same.
+The fingerprint of a GGUF file covers its architecture's settings, and bytes of each tensor at fixed positions; the
+file's name and place do not matter. A folder that the file was converted to has the same fingerprint.
 """
 
 from __future__ import annotations
@@ -44,19 +44,21 @@ _IGNORED = frozenset(
         *("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "unk_token_id", "tokenizer_class"),
     }
 )
-# Base model prefixes, removed because files of GPT-2 on the hub lack them, and those of Nemotron-H have another.
+# Prefixes of base models, removed from names: files of GPT-2 on the hub lack them, and those of Nemotron-H differ.
 _PREFIXES = ("model.", "transformer.", "gpt_neox.", "backbone.")
 _HEAD = "lm_head.weight"
-OF_GGUF = "gguf.json"  # The file's fingerprint, and `OF_WEIGHTS`, in a folder that a GGUF file was converted to.
-OF_ADAPTER = "merged.json"  # The fingerprint of base and adapter, in a folder of merged weights.
+OF_GGUF = (
+    "gguf.json"  # File in a folder converted from GGUF, with the fingerprints of the GGUF file and of the weights.
+)
+OF_ADAPTER = "merged.json"  # File in a folder of merged weights, with the fingerprint of base and adapter.
 OF_WEIGHTS = "weights"  # Key of the fingerprint of the converted weights.
 
 
 def fingerprint(model: Any, file: GgufFile | None = None) -> str:
     """Compute the fingerprint of a folder (path) or of a causal-LM model in memory: "v1:" and 16 hex digits.
 
-    Of a folder only samples are read, so the time does not grow with the weights. `file`: what was read already of the
-    GGUF file in it.
+    Only samples of a folder's tensors are read, so the time does not grow with their size. `file`: the folder's GGUF
+    file, if it is open already.
 
     Raises: as `supported_config`. ModelNotFound: the folder has no readable weights. InvalidInput: a weight of the
         model in memory is on the meta device, where nothing is stored.
@@ -70,7 +72,7 @@ def fingerprint(model: Any, file: GgufFile | None = None) -> str:
 
 
 def fingerprint_with(base: str, parts: Iterable[tuple[str, Tensor]]) -> str:
-    """Return the fingerprint of a model that is made of a base, given by its own, and of further named tensors."""
+    """Return the fingerprint of a model made of a base, given by its fingerprint, and further named tensors."""
     digest = hashlib.sha256(base.encode())
     for name, tensor in parts:
         digest.update(f"{name}{list(tensor.shape)}".encode())
@@ -81,7 +83,7 @@ def fingerprint_with(base: str, parts: Iterable[tuple[str, Tensor]]) -> str:
 def earlier_fingerprints(folder: Path) -> tuple[str, ...]:
     """Return the fingerprints under which plans of this model may be stored besides `fingerprint`.
 
-    Before GGUF files were computed with as they are, their plans were stored under that of the converted weights.
+    Earlier versions converted GGUF files, and stored plans under the fingerprint of the converted weights.
     """
     try:
         is_settings = (folder / GGUF_WEIGHTS).is_file()
@@ -89,7 +91,7 @@ def earlier_fingerprints(folder: Path) -> tuple[str, ...]:
         if not is_complete(converted) or not (is_settings or _noted(folder)):
             return ()
         weights = _noted(converted, OF_WEIGHTS)
-        if weights is None:  # Once: it maps hundreds of megabytes, and a start would have them in memory at its peak.
+        if weights is None:  # Computed once, because it maps hundreds of megabytes, which add to a load's peak memory.
             weights = _of_weights(converted)
             with suppress(OSError):
                 _note(converted, {"fingerprint": fingerprint(folder), OF_WEIGHTS: weights})
@@ -99,12 +101,12 @@ def earlier_fingerprints(folder: Path) -> tuple[str, ...]:
 
 
 def note_gguf(folder: Path, gguf: Path) -> None:
-    """Write into a folder of converted weights which file they are of."""
+    """Record in a folder of converted weights the fingerprint of their GGUF file."""
     _note(folder, {"fingerprint": _of_gguf(GgufFile(gguf))})
 
 
 def note_merged(folder: Path, identity: str) -> None:
-    """Write into a folder of merged weights which base and adapter they are of."""
+    """Record in a folder of merged weights the fingerprint of base and adapter."""
     _note(folder, {"fingerprint": identity}, OF_ADAPTER)
 
 
@@ -135,7 +137,7 @@ def _of_gguf(file: GgufFile) -> str:
     for name, tensor in sorted(file.tensors.items()):
         digest.update(f"{name}{tensor.type_name}{list(tensor.shape)}".encode("utf-8", "surrogateescape"))
         digest.update(_sample(name, torch.from_numpy(tensor.data)).to(torch.uint8).numpy().tobytes())
-        file.release(tensor)  # The system maps much around the bytes that are read.
+        file.release(tensor)  # Reading a few bytes maps many pages around them.
     return f"{VERSION}:{digest.hexdigest()[:16]}"
 
 
@@ -184,9 +186,9 @@ def plain_name(name: str) -> str:
 
 
 def _sample(name: str, tensor: Tensor) -> Tensor:
-    """Return float32 values on the CPU, shape (≤ 64,): all of a small tensor, else evenly spaced runs.
+    """Return up to 64 values, float32 on the CPU: all of a small tensor, else evenly spaced runs.
 
-    Of a tensor in a file no more than these is read.
+    Only these values are read from a file.
     """
     if tensor.is_meta:
         raise InvalidInput(f"weight {name} is on the meta device: load the model with all its weights in memory")
@@ -198,7 +200,7 @@ def _sample(name: str, tensor: Tensor) -> Tensor:
 
 
 def _in_file(path: Path, named: Callable[[str], str | None]) -> dict[str, Tensor]:
-    """Return the tensors of a file that are loaded, by their names in the model."""
+    """Return the tensors of a file that are loaded, by name in the model."""
     try:
         if path.suffix == ".safetensors":
             with safe_open(path, framework="pt") as file:

@@ -1,7 +1,8 @@
-"""Packs the weights of a GGUF file for our kernels (`kernels/gguf.h`), also before torch is there.
+"""Packs the weights of a GGUF file for our kernels (`kernels/gguf.h`), also while torch is still being imported.
 
-The numbers of the file are kept: codes as they are, or in more bits where no kernel has theirs; scales as they are.
-Packing needs nothing of torch, and importing torch takes as long: `begin_packing` packs in a thread meanwhile.
+Packing changes no weight: scales stay as they are, and so do codes, which get more bits if no kernel supports their
+number of bits. Packing does not need torch, and importing torch takes about as long; so `begin_packing` packs in a
+thread meanwhile.
 """
 
 from __future__ import annotations
@@ -32,21 +33,21 @@ from .kernels import layout
 from .kernels.build import Kernels, kernels
 
 SUPER = 256  # Inputs of a super-block: K-quant types store one float16 scale (and minimum) for each.
-# Numbers per group for these scale types; all other types have two.
+# Numbers per group and output for these scale types; other types have two.
 SCALE_NUMBERS = {layout.CENTRED: 1, layout.SUPER_CENTRED: 1, layout.EXPONENTS: 1}
 SCALE_BYTES = {layout.ZERO_CODES_F32: 4, layout.EXPONENTS: 1}  # Bytes per number; other types have two.
 MOST_TYPES = 64
-PACKED_BYTES = 16 << 20  # Bytes of a file that are packed at once.
-MAPPED = 1 << 20  # Bytes from which on memory for packed weights is mapped by itself.
-LINE = 64  # Bytes of a cache line: codes begin with one.
-# A load that may be refused for lack of memory is not begun early: the file's bytes must be free so many times.
+PACKED_BYTES = 16 << 20  # Bytes of a file that are packed in one call.
+MAPPED = 1 << 20  # Packed weights of at least so many bytes get a mapping of their own.
+LINE = 64  # Bytes of a cache line, to which codes are aligned.
+# Packing begins early only if this multiple of the file's size is free: otherwise the load may be refused.
 ROOM = 2
 _LAYER = re.compile(r"blk\.(\d+)\.(.+)\.weight$")
-GPUS = ("nvidia[0-9]*", "kfd", "dxg")  # Files in /dev of a machine on which "auto" may be a GPU.
+GPUS = ("nvidia[0-9]*", "kfd", "dxg")  # Files in /dev with which the device "auto" may be a GPU.
 
 
 class BlockForm(NamedTuple):
-    """How the kernels pack a GGUF tensor type, and the bytes and inputs of a block in the file."""
+    """The packed form of a GGUF tensor type, and the bytes and inputs of a block in the file."""
 
     block_bytes: int
     inputs: int
@@ -63,7 +64,7 @@ class BlockForm(NamedTuple):
         return numbers * groups * SCALE_BYTES.get(self.scale_type, 2)
 
     def map(self, codes: int, scales: int, n_in: int, n_out: int, bias: int | None = None) -> layout.Map:
-        """Describe a map to our kernels by the addresses of its parts."""
+        """Describe a map to our kernels, given the addresses of its parts."""
         form = n_in, n_out, self.bits, self.group, self.scale_type, self.table
         return layout.Map(codes, bias, scales, None, 0, *form)
 
@@ -78,7 +79,7 @@ def forms(kernels: Kernels) -> dict[int, BlockForm]:
 
 
 class PackedArrays(NamedTuple):
-    """A weight (out, in) as our kernels read it: uint8 (blocks of outputs, bytes) each of codes and scales."""
+    """A weight (out, in) as our kernels read it: codes and scales, each uint8 (blocks of outputs, bytes)."""
 
     codes: NDArray[np.uint8]
     scales: NDArray[np.uint8]
@@ -97,15 +98,15 @@ def packed_arrays(
 ) -> PackedArrays:
     """Pack a file's tensor (out, in).
 
-    Args:   order: (out,), the row of the tensor for each output. release: called with each part of the tensor that is
-            packed, so that little of the file is in memory besides its packed copy. threads: how many pack a part.
+    Args:   order: (out,), the row of the tensor for each output. release: called with each part of the tensor after it
+            is packed, to drop its pages from memory. threads: number of threads.
     Raises: MemoryError: there is too little memory.
     """
     form, (n_out, n_in) = forms(kernels)[tensor.kind], tensor.shape
     n_blocks, row_bytes = -(-n_out // layout.ROWS), n_in // form.inputs * form.block_bytes
     codes = _room(n_blocks, n_in * layout.ROWS * form.bits // 8)
     scales = _room(n_blocks, form.scale_bytes(n_in))
-    # An order may lead to any row, so the rows are then packed in one go.
+    # With an order, any row may be needed, so all rows are packed in one call.
     step = n_out if order is not None else max(1, PACKED_BYTES // row_bytes // layout.ROWS) * layout.ROWS
     for first in range(0, n_out, step):
         n_rows, block = min(step, n_out - first), first // layout.ROWS
@@ -123,15 +124,15 @@ def _address(array: NDArray[Any]) -> int:
 
 
 def _room(n_blocks: int, n_bytes: int) -> NDArray[np.uint8]:
-    """Return memory for blocks of so many bytes each: uint8 (n_blocks, n_bytes), from the beginning of a line on.
+    """Return memory for blocks, uint8 (n_blocks, n_bytes), aligned to a cache line.
 
-    Raises: MemoryError: there is too little.
+    Raises: MemoryError: there is too little memory.
     """
     size = n_blocks * n_bytes
     if size >= MAPPED:
         try:
-            # numpy would ask for huge pages, which take a virtual machine several times as long to fill first;
-            # `huge_pages` moves weights there afterwards.
+            # numpy would request huge pages, and a virtual machine takes several times as long to fill these for the
+            # first time. `huge_pages` moves weights to them later.
             pages = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except OSError as error:
             raise MemoryError(f"there is no memory for {size} bytes of weights") from error
@@ -144,8 +145,8 @@ def _room(n_blocks: int, n_bytes: int) -> NDArray[np.uint8]:
 class EarlyPacking:
     """Packs tensors of a file in a thread, in the order of the file, for a load that follows.
 
-    What it cannot pack, the load packs itself, and meets the error if there is one. `n_bytes`: of the file's that are
-    packed so far.
+    The load packs the other tensors itself, and so raises the error if packing one fails. `n_bytes` is the number of
+    the file's bytes that are packed so far.
     """
 
     def __init__(self, file: GgufFile, kernels: Kernels) -> None:
@@ -157,7 +158,7 @@ class EarlyPacking:
         Thread(target=self._run, name="packing", daemon=True).start()
 
     def take(self, tensor: FileTensor) -> PackedArrays | None:
-        """Return a tensor's packed weights, once they are there; None: the caller is to pack it."""
+        """Wait for a tensor's packed weights and return them; None: the caller must pack the tensor."""
         if self._tensors.get(tensor.name) is not tensor:  # The thread packs only whole tensors of the file.
             return None
         with self._changed:
@@ -166,14 +167,14 @@ class EarlyPacking:
             return self._packed.pop(tensor.name, None)
 
     def stop(self) -> None:
-        """Pack no further tensor, and forget those that nobody took."""
+        """Pack no further tensors, and free those that were not taken."""
         with self._changed:
             self._tensors = {}
             self._packed.clear()
 
     def _run(self) -> None:
         try:
-            # Whoever loads the model meets an error again, and tells it.
+            # The load will raise the same error and report it.
             with suppress(SwiftoptError, MemoryError):
                 for tensor in list(self._tensors.values()):
                     if not self._tensors:
@@ -198,12 +199,12 @@ class EarlyPacking:
 
 
 def _whole_maps(file: GgufFile, kernels: Kernels) -> Iterator[FileTensor]:
-    """Yield the tensors that linear maps take as they are, as far as the file's header tells.
+    """Yield the tensors that probably become linear maps unchanged, judged by the file's header.
 
-    One of which the load makes something else is packed in vain.
+    If the load needs another form of a tensor, packing it was wasted.
     """
     own_forms = [form for form in FORMS.values() if file.architecture in form.architectures]
-    # Parts of which several make one map, or one several, or whose rows the file has in another order.
+    # Tensors that are joined with others or split into several maps, or whose rows are reordered.
     others = {part for form in own_forms for parts in form.joined.values() for part in parts} | {"attn_qkv"}
     others |= {part for form in own_forms for part in form.stacked.values()}
     others |= {"attn_q", "attn_k"} if any(form.pairs_halves for form in own_forms) else set()
@@ -220,14 +221,14 @@ def _whole_maps(file: GgufFile, kernels: Kernels) -> Iterator[FileTensor]:
             yield tensor
 
 
-_begun: dict[Path, EarlyPacking] = {}  # By the paths of files that are to be loaded.
-_taken: dict[GgufFile, EarlyPacking] = {}  # By files that are being loaded.
+_begun: dict[Path, EarlyPacking] = {}  # By path of a file that will be loaded.
+_taken: dict[GgufFile, EarlyPacking] = {}  # By file that is being loaded.
 
 
 def begin_packing(path: Path, dtype: str, device: str, speed: Speed) -> None:
-    """Begin to pack a file's weights in a thread where a load with the same arguments will want them so.
+    """Start to pack a file's weights in a thread, if a load with the same arguments will need packed weights.
 
-    It does nothing where one thread is to compute, where "auto" may be a GPU, or where memory may be short.
+    Nothing is packed if only one thread may compute, if the device "auto" may be a GPU, or if memory may be short.
 
     Raises: ModelNotFound, UnsupportedModel: as `GgufFile`. SettingsError: as `kernels`.
     """
@@ -243,7 +244,7 @@ def begin_packing(path: Path, dtype: str, device: str, speed: Speed) -> None:
 
 @contextmanager
 def opened(path: Path, dtype: str, device: str, speed: Speed) -> Iterator[GgufFile]:
-    """Open a file for a load with these arguments; its weights are packed meanwhile, as `begin_packing` says.
+    """Open a file for a load with these arguments; meanwhile its weights are packed as in `begin_packing`.
 
     Raises: as `begin_packing`.
     """
@@ -264,5 +265,5 @@ def opened(path: Path, dtype: str, device: str, speed: Speed) -> Iterator[GgufFi
 
 
 def packing_of(file: GgufFile) -> EarlyPacking | None:
-    """Return what packs the weights of a file that is `opened`; None: nothing does."""
+    """Return the packing of a file that is `opened`; None: it is not packed early."""
     return _taken.get(file)

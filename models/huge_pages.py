@@ -1,9 +1,9 @@
-"""Moves weights to huge pages while a model runs: passes then wait less often for the processor to look up an address.
+"""Moves weights to huge pages while a model runs, so that passes have fewer TLB misses.
 
-Weights are packed into small pages, because a virtual machine takes several times as long to fill huge ones the first
-time, or they are mapped files. A thread moves them afterwards, a page at a time, while passes run: it collapses small
-pages (Linux's `MADV_COLLAPSE`), and puts copies in the place of a mapped file's. Addresses and bytes stay the same, so
-that nobody else has to know.
+Weights are first in small pages or in mapped files, because a virtual machine takes several times as long to fill huge
+pages for the first time. Then a thread moves them, one page at a time, while passes run: it collapses small pages
+(Linux's `MADV_COLLAPSE`), and replaces pages of a mapped file by copies. Addresses and contents stay the same, so no
+other code is affected.
 """
 
 from __future__ import annotations
@@ -30,13 +30,14 @@ from .saved import OnStep, no_step
 
 SETTINGS = Path("/sys/kernel/mm/transparent_hugepage")
 MAPS = Path("/proc/self/maps")
-WAIT_S = 1.0  # After a load, so that the first token does not wait.
-SHARE = 0.3  # Of a processor's time, which moving takes while the model runs.
-MOST_REFUSED = 16  # Pages of a piece of memory, one after another, that cannot be moved; no more of it are tried.
-NEAR = 1 << 16  # Bytes between tensors that lie in one piece of memory.
-# A mapped file can be read again where memory is short, and a copy of it cannot: so many times as much must be free.
+WAIT_S = 1.0  # Delay after a load, so that moving does not delay the first token.
+SHARE = 0.3  # Share of a processor's time for moving while the model runs.
+MOST_REFUSED = 16  # Give up on a piece of memory after so many pages in a row that cannot be moved.
+NEAR = 1 << 16  # Most bytes between two tensors of one piece of memory.
+# If memory becomes short, the system can drop pages of a mapped file, but not copies of them. So copies are made only
+# while this multiple of their size is free.
 ROOM = 2
-# Numbers of Linux: advice, protection and flags of mappings.
+# Linux constants: advice, protection and flags of mappings.
 HUGE, COLLAPSE = 14, 25
 READ_WRITE, PRIVATE_ANONYMOUS = 3, 0x22
 MOVE_TO_PLACE = 3
@@ -44,18 +45,18 @@ FAILED = ctypes.c_void_p(-1).value
 
 
 def weights_in(model: nn.Module) -> Iterator[Tensor]:
-    """All tensors of a model that passes read."""
+    """Yield all tensors of a model that passes read."""
     yield from model.parameters()
     yield from model.buffers()
     for module in model.modules():
         if isinstance(module, BlockExperts):
             for maps in module.maps.values():
-                for one in maps:
-                    yield from (one.codes, one.scales)
+                for map_ in maps:
+                    yield from (map_.codes, map_.scales)
 
 
 class _Piece:
-    """Tensors that lie one after another in memory, and the huge pages of it that are left to move."""
+    """A piece of memory with consecutive tensors, and its huge pages that are still to be moved."""
 
     def __init__(self, tensors: Sequence[Tensor], size: int) -> None:
         self._places = [(_start(tensor), _end(tensor), weakref.ref(tensor)) for tensor in tensors]
@@ -65,7 +66,7 @@ class _Piece:
         self.refused = 0  # Pages since the last one that was moved.
 
     def held(self, page: int, size: int) -> list[UntypedStorage]:
-        """Return what keeps the tensors in a page where they are; nothing if one of them has gone."""
+        """Return the storages of the tensors in a page, to keep them alive; [] if one has been freed."""
         storages, first, last = [], bisect_right(self._reached, page), bisect_left(self._starts, page + size)
         for start, end, reference in self._places[first:last]:
             if end > page:
@@ -77,7 +78,7 @@ class _Piece:
 
     @cached_property
     def mapped(self) -> list[range]:
-        """The addresses of mapped files, as far as only this process sees what is written there."""
+        """The address ranges of files that are mapped privately, so that writes stay in this process."""
         mapped = []
         for line in MAPS.read_text(encoding="utf-8", errors="replace").splitlines():
             place, access, _, _, inode, *_ = line.split(maxsplit=5)
@@ -88,9 +89,9 @@ class _Piece:
 
 
 class PageMover:
-    """Moves the pages of tensors, in a thread of its own that ends with the process.
+    """Moves the pages of tensors in a daemon thread.
 
-    A system without huge pages, or one whose setting is "never", is left alone.
+    It does nothing on a system without huge pages, or with the setting "never".
     """
 
     def __init__(self) -> None:
@@ -100,7 +101,7 @@ class PageMover:
         self._thread: Thread | None = None
 
     def add(self, tensors: Iterable[Tensor]) -> None:
-        """Move the whole huge pages that these tensors in the memory of the CPU fill."""
+        """Schedule the huge pages that these tensors fill; tensors on other devices are ignored."""
         if not self._size:
             return
         with self._lock:
@@ -110,7 +111,7 @@ class PageMover:
                 self._thread.start()
 
     def finish(self, on_step: OnStep = no_step) -> None:
-        """Move what is left at once, before something is timed."""
+        """Move all remaining pages now, before passes are timed."""
         if self._pieces:
             on_step("moving weights to huge pages")
         while self._move():
@@ -129,7 +130,7 @@ class PageMover:
             sleep((perf_counter() - began) * (1 / SHARE - 1))
 
     def _move(self) -> bool:
-        """Move the next page; False: there is none left."""
+        """Move the next page; return False if none is left."""
         with self._lock:
             while self._pieces and (not self._pieces[0].pages or self._pieces[0].refused >= MOST_REFUSED):
                 self._pieces.popleft()
@@ -137,13 +138,13 @@ class PageMover:
                 return False
             piece = self._pieces[0]
             page, piece.pages = piece.pages[0], piece.pages[1:]
-        # A collapse is safe whatever lies there by now: memory that has been freed is refused, and bytes are kept.
+        # A collapse is safe even if other data is there by now: it keeps contents, and fails for freed memory.
         is_moved = not _libc().madvise(page, self._size, COLLAPSE) or self._copied(piece, page)
         piece.refused = 0 if is_moved else piece.refused + 1
         return True
 
     def _copied(self, piece: _Piece, page: int) -> bool:
-        """Put a copy of a mapped file's page in its place; False: it is no such page, or memory is short."""
+        """Replace a page of a mapped file by a copy; return False if it is not such a page, or memory is short."""
         size, held = self._size, piece.held(page, self._size)
         if not held or not any(page in place and page + size <= place.stop for place in piece.mapped):
             return False
@@ -175,7 +176,7 @@ def _libc() -> Any:
 
 
 def _page_size() -> int:
-    """Return the bytes of a huge page; 0: none are used here."""
+    """Return the bytes of a huge page; 0: this system does not use them."""
     if sys.platform == "linux":
         with suppress(OSError, ValueError):
             if "[never]" not in (SETTINGS / "enabled").read_text(encoding="ascii"):
@@ -188,21 +189,21 @@ def _start(tensor: Tensor) -> int:
 
 
 def _end(tensor: Tensor) -> int:
-    """Return the address after a tensor's last value; of one with gaps the last value that it has there."""
+    """Return the address after the last value of a tensor, which may be strided."""
     steps = zip(tensor.shape, tensor.stride(), strict=True)
     return tensor.data_ptr() + tensor.element_size() * (1 + sum((n - 1) * step for n, step in steps))
 
 
 def _pieces(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
-    """Sort tensors into the pieces of memory that they lie in."""
+    """Group tensors by the pieces of memory that they are in."""
     piece: list[Tensor] = []
-    behind = 0
+    end = 0
     for tensor in sorted((t for t in tensors if t.device.type == "cpu" and t.numel()), key=_start):
-        if piece and _start(tensor) > behind + NEAR:
+        if piece and _start(tensor) > end + NEAR:
             yield piece
             piece = []
         piece.append(tensor)
-        behind = max(behind, _end(tensor))
+        end = max(end, _end(tensor))
     if piece:
         yield piece
 

@@ -1,7 +1,7 @@
-"""An embedding whose table stays in its file, of which only the rows of the tokens at hand are read.
+"""An embedding whose table stays in its file; a pass reads only the rows of its tokens.
 
 Gemma 4's embedding by layer is more than half of a small model's weights, and a pass reads one row of it per token. The
-file is mapped: the system keeps in memory what was read, as long as nobody else needs that memory.
+file is memory-mapped, so the system caches the rows that were read as long as the memory is not needed otherwise.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from torch import Tensor, nn
 
 from .families import family_of
 
-MAPPED = (".safetensors", ".gguf")  # Endings of files that are mapped.
-RowReader = Callable[[Tensor], Tensor]  # From numbers of rows, int64 (n,), to the rows (n, width).
+MAPPED = (".safetensors", ".gguf")  # Suffixes of files that can be mapped.
+RowReader = Callable[[Tensor], Tensor]  # Indices of rows, int64 (n,) -> the rows (n, width).
 
 
 class MappedEmbedding(nn.Module):
-    """An embedding (n_rows, width) that has no parameter: `read` gives rows of its table from the mapped file.
+    """An embedding (n_rows, width) without a parameter; `read` returns rows of its table from the mapped file.
 
-    Rows are rounded to `dtype` and multiplied by `scale`, as transformers' embeddings of these families do.
+    Rows are rounded to `dtype` and multiplied by `scale`, as in transformers' embeddings of these families.
     """
 
     embed_scale: Tensor | None
@@ -47,9 +47,9 @@ class MappedEmbedding(nn.Module):
 
 
 def mapped_table(config: Any, paths: Iterable[Path]) -> str | None:
-    """Return the name of the embedding by layer that stays in a model's files on a CPU.
+    """Return the name of the embedding by layer that stays in the model's files; None: there is none.
 
-    None: the model has none, or its files are those of torch, which cannot be mapped tensor by tensor.
+    Files in torch's format cannot be mapped by tensor.
     """
     named = family_of(config).layer_inputs
     is_there = named is not None and named.width(config) > 0
@@ -68,5 +68,6 @@ def mapped_in(model: nn.Module) -> Iterator[MappedEmbedding]:
 
 
 def count_values(model: nn.Module) -> int:
-    """Return how many parameters a model has, with those of tables that are mapped."""
-    return sum(one.numel() for one in model.parameters()) + sum(one.n_values for one in mapped_in(model))
+    """Return a model's number of weights, mapped tables included."""
+    n_mapped = sum(embedding.n_values for embedding in mapped_in(model))
+    return sum(parameter.numel() for parameter in model.parameters()) + n_mapped

@@ -1,7 +1,8 @@
-"""Adds LoRA adapters to the weights of their bases, at load or once for other engines, and says which model that is.
+"""Merges LoRA adapters into the weights of their bases, when a model is loaded or into a folder for other engines.
 
-What an adapter adds to a matrix is computed in float32, added, and rounded once to the checkpoint's dtype, on the CPU:
-the merged model is one, whatever it is loaded as and whatever computes it. DoRA scales each output anew, by its norm.
+The product of an adapter's matrices is computed in float32 on the CPU, added, and rounded once to the checkpoint's
+dtype. So the merged weights do not depend on the dtype or device that the model is loaded to. DoRA (arXiv:2402.09353)
+then scales each output by a learned magnitude over its norm.
 """
 
 from __future__ import annotations
@@ -44,9 +45,9 @@ _FORM = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Addition:
-    """What an adapter has for one module: its tensors' names by part (A, B, magnitude_vector), and their factor.
+    """An adapter's tensors for one module: their names by part (A, B, magnitude_vector), and the factor of the product.
 
-    `module`: its name in the adapter, which of a multimodal base is that in the whole model.
+    `module` is the module's name in the adapter; for a multimodal base, that is its name in the whole model.
     """
 
     module: str
@@ -65,7 +66,7 @@ class AdapterTensors:
         return iter(self._read)
 
     def read(self, name: str) -> Tensor:
-        """Raises: ModelNotFound: it cannot be read, or holds what is no number."""
+        """Read a tensor. Raises: ModelNotFound: it cannot be read, or has an infinity or NaN."""
         with reading_adapter(self._adapter):
             tensor = self._read[name]()
         if not tensor.is_floating_point() or not bool(tensor.isfinite().all()):
@@ -105,8 +106,8 @@ def load_merged(adapter: Adapter, base: Path, dtype: str, placement: str, maps_r
 
     The base is read in its own dtype, so that nothing is rounded before the adapter is added.
 
-    Args:   dtype, placement: as `models.loading.load` and `placement` have them. maps_rows: an embedding by layer stays
-            in its file, unless the adapter changes it.
+    Args:   dtype: as for `models.loading.load`. placement: as `models.loading.placement` returns it. maps_rows: an
+            embedding by layer stays in its file, unless the adapter changes it.
     Raises: ModelNotFound: base or adapter cannot be read, or do not fit each other. UnsupportedModel: the base is
         quantised. SettingsError: it does not fit the memory.
     """
@@ -129,7 +130,7 @@ def load_merged(adapter: Adapter, base: Path, dtype: str, placement: str, maps_r
 
 
 def merged_folder(adapter: Adapter, base: Path, on_step: OnStep = no_step) -> Path:
-    """Return a folder of the cache with the merged weights, for programs that read folders; it is written once.
+    """Return the cache folder with the merged weights, for programs that read folders; write it if necessary.
 
     Raises: as `load_merged`. OutputError: the cache cannot be written.
     """
@@ -152,7 +153,7 @@ def merged_folder(adapter: Adapter, base: Path, on_step: OnStep = no_step) -> Pa
 
 
 def _content(adapter: Adapter, base: Path) -> str:
-    """Hash all that makes a merged folder: the whole adapter, its tokenizer's files, and the base's fingerprint."""
+    """Hash what determines a merged folder: the whole adapter, its tokenizer's files, and the base's fingerprint."""
     digest = hashlib.sha256(f"{MERGING} {fingerprint(base)}".encode())
     for path in sorted(adapter.folder.iterdir()):
         if path == adapter.weights or path.suffix in SMALL_FILES:
@@ -164,7 +165,7 @@ def _content(adapter: Adapter, base: Path) -> str:
 
 @contextmanager
 def _without_adapter(folder: Path) -> Iterator[Path]:
-    """Yield the folder without an adapter that lies in it: transformers would merge that, where peft is installed."""
+    """Yield the folder without an adapter in it, which transformers would also merge if peft is installed."""
     if not is_adapter(folder):
         yield folder
         return
@@ -175,13 +176,13 @@ def _without_adapter(folder: Path) -> Iterator[Path]:
         yield Path(view)
 
 
-# --- which tensors are for what
+# --- the modules of an adapter's tensors
 
 
 def additions_of(adapter: Adapter, stored: Iterable[str], named: Naming = str) -> dict[str, Addition]:
-    """Return what an adapter's tensors add to modules, by the modules' names.
+    """Return the additions of an adapter by module.
 
-    Args: named: how they are called in the model that is loaded; None: they are of a part that is not.
+    Args: named: gives a module's name in the loaded model; None: the module is in a part that is not loaded.
     """
     names: dict[str, dict[str, str]] = {}
     for name in stored:
@@ -196,13 +197,13 @@ def additions_of(adapter: Adapter, stored: Iterable[str], named: Naming = str) -
 
 
 def replacements_of(stored: Iterable[str], named: Naming = str) -> dict[str, str]:
-    """Return which of an adapter's tensors take the place of parameters, by the parameters' names; see above."""
+    """Return the adapter's tensors that replace parameters, by the names of these. Args: named: as `additions_of`."""
     names = {_plain(name): name for name in stored if not _FORM.fullmatch(_plain(name))}
     return {parameter: stored_name for name, stored_name in names.items() if (parameter := named(name)) is not None}
 
 
 def identity(adapter: Adapter, base: Path) -> str:
-    """Return the fingerprint of a merged model: of its base, and of each tensor of the adapter with its factor."""
+    """Return the fingerprint of a merged model, from its base's and from the adapter's tensors and factors."""
     with adapter_tensors(adapter) as tensors:
         additions = additions_of(adapter, tensors)
         factors = {name: addition.scale for addition in additions.values() for name in addition.stored.values()}
@@ -219,9 +220,9 @@ def _plain(name: str) -> str:
 
 @torch.no_grad()
 def merge(model: Any, adapter: Adapter, is_text_part: bool = False) -> None:
-    """Add an adapter to a model of transformers, whose weights lie in the checkpoint's dtype.
+    """Add an adapter to a model of transformers, whose weights have the checkpoint's dtype.
 
-    Args:   is_text_part: of a multimodal base; what the adapter has for the other parts is left out as these are.
+    Args:   is_text_part: the model is the text part of a multimodal base; tensors for other parts are ignored.
     Raises: ModelNotFound: the adapter's tensors are not those of its config, or do not fit the model.
     """
     if any(parameter.is_meta for parameter in model.parameters()):
@@ -268,7 +269,7 @@ def _check_additions(
     additions: Mapping[str, Addition],
     names_of: Callable[[str], tuple[str, ...]],
 ) -> None:
-    """Args: names_of: those that a module may have in the model that the adapter was trained on."""
+    """Args: names_of: returns the names that a module may have in the model that the adapter was trained on."""
     maps = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear | Conv1D | nn.Embedding)}
     head = model.get_output_embeddings()
     is_all = adapter.target_modules == "all-linear"
@@ -309,13 +310,13 @@ def _no_place(adapter: Adapter, stored: str, why: str) -> ModelNotFound:
 
 
 def _ends(model: Any) -> set[str]:
-    """Return the names of the embedding and of the head."""
+    """Return the names of the embedding and the head."""
     ends = model.get_input_embeddings(), model.get_output_embeddings()
     return {name for name, module in model.named_modules() if any(module is end for end in ends)}
 
 
 def _untie(model: Any, changed: set[str]) -> None:
-    """Give the head weights of its own where the adapter changes them or those of the embedding: peft adapts one."""
+    """Untie head and embedding if the adapter changes one of them, because peft then changes only that one."""
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     if head.weight is embedding.weight and changed & _ends(model):
         head.weight = nn.Parameter(head.weight.detach().clone(), requires_grad=False)
@@ -324,7 +325,7 @@ def _untie(model: Any, changed: set[str]) -> None:
 
 
 def _merged(adapter: Adapter, name: str, module: Any, addition: Addition, parts: Mapping[str, Tensor]) -> Tensor:
-    """Return the module's weight with the adapter's, in float32 or wider, as the module lays it out."""
+    """Return the module's weight plus the adapter's product, in float32 or wider, in the module's own layout."""
     n_out, n_in = _shape(module)
     _check_shape(adapter, addition, parts, "A", (addition.rank, n_in))
     _check_shape(adapter, addition, parts, "B", (n_out, addition.rank))
@@ -341,7 +342,7 @@ def _merged(adapter: Adapter, name: str, module: Any, addition: Addition, parts:
 
 
 def _shape(module: Any) -> tuple[int, int]:
-    """Return how many outputs and inputs a map has; an embedding's inputs are tokens."""
+    """Return the numbers of outputs and inputs of a map; an embedding's inputs are tokens."""
     turned = isinstance(module, Conv1D | nn.Embedding)
     rows, columns = module.weight.shape
     return (columns, rows) if turned else (rows, columns)
@@ -362,7 +363,7 @@ def _wrong_shape(adapter: Adapter, stored: str, tensor: Tensor, wanted: tuple[in
 
 
 def _put(adapter: Adapter, name: str, parameter: nn.Parameter, value: Tensor) -> None:
-    """Put values in a parameter's place, in its dtype."""
+    """Replace a parameter's values, in its dtype."""
     if value.shape != parameter.shape:
         raise _wrong_shape(adapter, name, value, tuple(parameter.shape))
     rounded = value.to(parameter.dtype)

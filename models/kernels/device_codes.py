@@ -1,8 +1,8 @@
-"""Products with packed weights on CUDA devices, in Triton: codes of 4, 5, 6 and 8 bits, and places in tables.
+"""Products with packed weights on CUDA devices, in Triton: codes of 4, 5, 6 and 8 bits, as numbers or table indices.
 
-The kernel reads the layout of `quantised.h` and `codes.h`, and never writes a weight out: it multiplies with codes as
-small whole numbers, and scales the sum of each group. Every type of scales and codes that `layout` names is read:
-copies for drafts, checkpoints of integers, MXFP4, and GGUF files.
+The kernel reads the layout of `quantised.h` and `codes.h`. It does not de-quantise weights: it multiplies with codes as
+small integers, and scales the sum of each group. It supports every type of scales and codes in `layout`: copies for
+drafts, checkpoints of integers, MXFP4, and GGUF files.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from .device import TILE, on_its_device, split_inputs, sum_parts
 # Outputs and 32-bit words of codes that a Triton program reads per step; LEAST_WORDS if WORDS do not divide a group.
 CODED_OUTPUTS, WORDS, LEAST_WORDS = 128, 16, 8
 CODED_PROGRAMS, CODED_STAGES = 700, 2
-# A pair of floats whose lowest mantissa bits take a code each, and their value for code 0, by dtype.
+# By dtype: a pair of floats whose lowest mantissa bits are replaced by a code each, and their value for code 0.
 MAGIC = {
     torch.bfloat16: (0x43004300, 128),
     torch.float16: (0x64006400, 1024),
 }
 LINE = 4 * layout.ROWS  # Bytes of a line of codes.
-# Lines of 4 bits of each unit that has one line more, of the bits above; by the number of bits.
+# By number of bits: lines with the low 4 bits in a unit; codes of 5 and 6 bits have one more line, with the high bits.
 LOWER_LINES = {4: 1, 5: 4, 6: 2, 8: 1}
-# How scales are read that packing leaves as bytes.
+# The dtypes as which scales are read that packing leaves as bytes.
 READ_AS = {
     **{layout.PAIRS: torch.float16, layout.CENTRED: torch.float16, layout.EXPONENTS: torch.uint8},
     **{layout.SUPER_PAIRS: torch.uint8, layout.SUPER_CENTRED: torch.int8},
@@ -48,7 +48,7 @@ if importlib.util.find_spec("triton") is not None:
         scales, shared, blocks, is_there, group, n_groups, step,
         SCALES: tl.constexpr, GROUP: tl.constexpr, OUTPUTS: tl.constexpr,
     ):  # fmt: skip
-        """Return the scales (outputs,) of a group, and what is added to codes or products, if anything is."""
+        """Return the scales (outputs,) of a group, and the zeros that are added to codes or products, if any."""
         line = scales + (blocks.to(tl.int64) * step)[:, None]
         is_read = is_there & (group < n_groups)
         sixteen = tl.arange(0, 16)[None, :]
@@ -67,7 +67,7 @@ if importlib.util.find_spec("triton") is not None:
         elif SCALES == CENTRED:
             scale = tl.load(line + group * 16 + sixteen, mask=is_read, other=0.0).to(tl.float32)
             zero = scale
-        elif SCALES == EXPONENTS:  # Of codes that are doubled; 2^-127 is no normal number.
+        elif SCALES == EXPONENTS:  # Half the scale, because codes stand for doubled values; 2^-127 is subnormal.
             power = tl.load(line + group * 16 + sixteen, mask=is_read, other=0).to(tl.int32)
             scale = 0.5 * tl.where(power == 0, 1 << 22, power << 23).to(tl.float32, bitcast=True)
             zero = scale
@@ -78,7 +78,7 @@ if importlib.util.find_spec("triton") is not None:
 
     @triton.jit
     def _doubled(codes):
-        """Return 12 more than twice the floats of 4 bits (E2M1) that are the lowest bits of either half of a word."""
+        """Return 12 + twice the E2M1 floats in the lowest 4 bits of both halves of a word."""
         low = codes & 0x00070007
         is_four = (low >> 2) & 0x00010001
         is_six = is_four & (low >> 1)
@@ -87,7 +87,7 @@ if importlib.util.find_spec("triton") is not None:
 
     @triton.jit
     def _iq4(places):
-        """Return the numbers of ggml's table of 4 bits; its bytes are four to a word, 128 more each."""
+        """Return the numbers in ggml's table of 4 bits; the table has four bytes to a word, each shifted by 128."""
         low = tl.where(places < 4, 0x3F2D1801, 0x766A5D4F)
         high = tl.where(places < 12, 0xA6998D81 - (1 << 32), 0xF1D9C5B5 - (1 << 32))
         return ((tl.where(places < 8, low, high) >> (8 * (places & 3))) & 255) - 128
@@ -100,12 +100,12 @@ if importlib.util.find_spec("triton") is not None:
         TABLE: tl.constexpr, LOWER: tl.constexpr, MAGIC: tl.constexpr, BASE: tl.constexpr, STAGES: tl.constexpr,
         ROWS_: tl.constexpr, OUTPUTS: tl.constexpr, READ: tl.constexpr, STEPS: tl.constexpr,
     ):  # fmt: skip
-        # Multiply with the floats BASE + code: put a code into a float's mantissa instead of converting it. Each
-        # group's sum is then corrected for BASE and scaled. Codes of 5 and 6 bits are words of their lower 4 bits, and
-        # a word of the bits above for LOWER of these.
+        # Multiply with the floats BASE + code: a code is put into a float's mantissa, which is faster than converting
+        # it. Each group's sum is then corrected for BASE and scaled. Codes of 5 and 6 bits have LOWER words with their
+        # low 4 bits, and then a word with the high bits.
         per_word: tl.constexpr = 4 if BITS == 8 else 8
         more: tl.constexpr = 0 if BITS == 8 else BITS - 4
-        # What a code of 0 is multiplied as, and how much less it stands for where it has no zero.
+        # The float that a code of 0 is multiplied as, and the middle code, which is subtracted if there is no zero.
         base: tl.constexpr = 0 if TABLE == IQ4 else (17 * BASE if BITS == 8 else BASE)
         middle: tl.constexpr = 0 if TABLE == IQ4 else (12 if TABLE == E2M1 else 1 << (BITS - 1))
         half = x.dtype.element_ty
@@ -205,9 +205,9 @@ if importlib.util.find_spec("triton") is not None:
 
 
 class CodedMap(NamedTuple):
-    """A map by packed codes and scales as `quantised.h` lays them out, or those of all experts, (experts, …) each.
+    """A map with codes and scales in the layout of `quantised.h`, or the maps of all experts, (experts, …).
 
-    `group`: inputs that share a scale. `scale_type`, `table`: constants of `layout`.
+    `group`: number of inputs that share a scale. `scale_type`, `table`: constants of `layout`.
     """
 
     codes: Tensor
@@ -221,9 +221,9 @@ class CodedMap(NamedTuple):
 
 @on_its_device
 def coded_linear(x: Tensor, by: CodedMap, bias: Tensor | None = None) -> Tensor:
-    """Return the linear map (rows, out) of `x` (rows, in) by packed weights.
+    """Apply a map with packed weights to `x` (rows, in); return (rows, out).
 
-    Products with codes are summed in float32, and then scaled, group by group.
+    Products with codes are summed in float32 and then scaled, group by group.
     """
     return sum_parts(coded_parts(x, by), None, bias, x.dtype)
 
@@ -232,7 +232,7 @@ def coded_linear(x: Tensor, by: CodedMap, bias: Tensor | None = None) -> Tensor:
 def coded_parts(
     x: Tensor, by: CodedMap, order: Tensor | None = None, tiles: Tensor | None = None, n_chosen: int = 1
 ) -> Tensor:
-    """Return partial sums (parts, rows, out), float32; with `tiles` those of choices, as `device.expert_parts`."""
+    """Return partial sums, float32 (parts, rows, out); with `tiles`, those of choices as in `device.expert_parts`."""
     x = x.contiguous()
     (n_rows, n_in), (codes, scales, bits, group, n_out, scale_type, table) = x.shape, by
     per_word, lower = 4 if bits == 8 else 8, LOWER_LINES[bits]

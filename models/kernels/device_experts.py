@@ -1,8 +1,7 @@
-"""Mixtures of experts on CUDA devices, in Triton: the choice of a row's experts, and products expert by expert.
+"""Mixtures of experts on CUDA devices, in Triton: choosing a row's experts, and products by expert.
 
-Rows are shared out to the experts that they took, in tiles of `device.TILE`; `expert_linear` multiplies each tile by
-one expert, by its weights or by its codes. Each row is chosen for, multiplied and summed up in one order, so that its
-bits do not depend on the rows beside it.
+Rows are grouped by their experts into tiles of `device.TILE` rows, and `expert_linear` multiplies each tile by one
+expert's weights or codes. All sums have a fixed order, so a row's bits do not depend on other rows.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from . import layout
 from .device import TILE, expert_parts, on_its_device, sum_parts
 from .device_codes import CodedMap, coded_parts
 
-CELLS = 8192  # Most choices times experts that a program compares at once.
+CELLS = 8192  # Most choices times experts that a Triton program compares at once.
 MIXED = 256  # Outputs of a row that a Triton program adds up.
 
 if importlib.util.find_spec("triton") is not None:
@@ -25,7 +24,7 @@ if importlib.util.find_spec("triton") is not None:
 
     @triton.jit
     def _best(scores, is_free, at, n):
-        """Return the first place of the largest of the scores that are free; what is no number comes last."""
+        """Return the index of the largest free score, of equal ones the first; NaN comes last."""
         scores = tl.where(is_free & (scores == scores), scores, float("-inf"))
         return tl.min(tl.where(is_free & (scores == tl.max(scores, axis=0)), at, n), axis=0)
 
@@ -35,7 +34,7 @@ if importlib.util.find_spec("triton") is not None:
         SCORES: tl.constexpr, HAS_CORRECTION: tl.constexpr, NORMALISED: tl.constexpr, N_CHOSEN: tl.constexpr,
         N_GROUPS: tl.constexpr, N_GROUPS_CHOSEN: tl.constexpr, N_BEST: tl.constexpr, WIDTH: tl.constexpr,
     ):  # fmt: skip
-        # As `choose` in mixture.h, which the laws of both are tested against torch's routers by.
+        # The same as `choose` in mixture.h; tests compare both with torch's routers.
         row = tl.program_id(0).to(tl.int64)
         at = tl.arange(0, WIDTH)
         is_there = at < n_experts
@@ -57,17 +56,17 @@ if importlib.util.find_spec("triton") is not None:
         else:
             rank = score
             if SCORES == 1 or SCORES == 3:
-                small = tl.exp(-tl.abs(score))  # An exponential of a positive number could overflow.
+                small = tl.exp(-tl.abs(score))  # The exponential of a positive number could overflow.
                 score = tl.where(score >= 0.0, 1.0, small) / (1.0 + small)
             else:
                 score = tl.exp(score - tl.max(score, axis=0))
                 score = score / tl.sum(score, axis=0)
-            if SCORES != 3:  # Else experts are chosen by logits.
+            if SCORES != 3:  # With LATE_SIGMOID, experts are chosen by logits.
                 rank = score
             if HAS_CORRECTION:
                 rank += tl.load(correction + at, mask=is_there, other=0.0)
             is_free = is_there
-            if N_GROUPS_CHOSEN < N_GROUPS:  # A group's rank is the sum of its one or two best.
+            if N_GROUPS_CHOSEN < N_GROUPS:  # A group's score is the sum of its best scores, one or two.
                 size = n_experts // N_GROUPS
                 of_groups = tl.full((WIDTH,), float("-inf"), tl.float32)
                 for group in tl.static_range(N_GROUPS):
@@ -96,7 +95,7 @@ if importlib.util.find_spec("triton") is not None:
     def _shared_out(
         choices, order, tiles, n_choices, n_tiles, TILE_: tl.constexpr, EXPERTS: tl.constexpr, READ: tl.constexpr
     ):  # fmt: skip
-        # One program: what it counts is far less than the weights that a single expert has.
+        # A single program suffices: it reads far less than the weights of one expert.
         every = tl.arange(0, EXPERTS)[None, :]
         counts = tl.zeros((EXPERTS,), dtype=tl.int32)
         begun = 0
@@ -124,7 +123,7 @@ if importlib.util.find_spec("triton") is not None:
             expert = tl.sum((ends[None, :] <= tile[:, None]).to(tl.int32), axis=1)
             is_own = (expert[:, None] == every).to(tl.int32)
             before = TILE_ * (tile - tl.sum(is_own * (ends - n_own)[None, :], axis=1))
-            left = tl.sum(is_own * counts[None, :], axis=1) - before  # At most 0 where all tiles are before this one.
+            left = tl.sum(is_own * counts[None, :], axis=1) - before  # ≤ 0 for tiles after the last used one.
             there = tile < n_tiles
             tl.store(tiles + tile, expert, mask=there)
             tl.store(tiles + n_tiles + tile, before + tl.sum(is_own * first[None, :], axis=1), mask=there)
@@ -155,9 +154,11 @@ if importlib.util.find_spec("triton") is not None:
 
 @on_its_device
 def choose(logits: Tensor, correction: Tensor | None, how: layout.Choosing) -> tuple[Tensor, Tensor]:
-    """Return the experts (rows, chosen), int32 and ascending, and their weights, float32; of equal scores the first.
+    """Choose experts; return them, int32 (rows, chosen) in ascending order, and their weights, float32.
 
-    Args: logits: (rows, experts), contiguous. correction: (experts,), added where experts are chosen.
+    Of equal scores, the first expert is chosen.
+
+    Args: logits: (rows, experts), contiguous. correction: (experts,), added to scores only to choose.
     """
     n_rows, n_experts = logits.shape
     experts = torch.empty((n_rows, how.n_chosen), dtype=torch.int32, device=logits.device)
@@ -173,11 +174,11 @@ def choose(logits: Tensor, correction: Tensor | None, how: layout.Choosing) -> t
 
 @on_its_device
 def shared_out(experts: Tensor, n_experts: int) -> tuple[Tensor, Tensor]:
-    """Return the choices in the order of their experts, and tiles of at most `TILE` choices of one expert each.
+    """Sort choices by expert, and cut them into tiles of at most `TILE` choices of one expert.
 
     Args:    experts: (rows, chosen), int32.
-    Returns: order: (choices,). tiles: (3, n), each with its expert, where its choices begin in the order, and how many
-             they are, at most 0 where it has none: how many tiles there are depends on shapes alone.
+    Returns: order: (choices,), the sorted choices. tiles: (3, n): each tile's expert, its first choice in `order`, and
+             its number of choices, which is ≤ 0 for unused tiles: n depends on shapes only.
     """
     n_choices, place = experts.numel(), experts.device
     n_tiles = n_choices // TILE + min(n_experts, n_choices)
@@ -202,9 +203,9 @@ def _parts(
 def expert_linear(
     x: Tensor, weight: Tensor | CodedMap, bias: Tensor | None, experts: Tensor, order: Tensor, tiles: Tensor
 ) -> Tensor:
-    """Return what the experts that each row took make of it, (choices, out), by `expert_parts` or `coded_parts`.
+    """Apply the maps of each row's experts to it; return (choices, out).
 
-    Args: x: (rows, in). weight: (experts, out, in) of any strides, or codes. bias: (experts, out). experts: (rows,
+    Args: x: (rows, in). weight: (experts, out, in) with any strides, or codes. bias: (experts, out). experts: (rows,
           n_chosen), int32.
     """
     parts = _parts(x, weight, order, tiles, experts.shape[1], x.dtype if bias is None else torch.float32)
@@ -222,10 +223,10 @@ def mixed(
     order: Tensor,
     tiles: Tensor,
 ) -> Tensor:
-    """Return the sum (rows, out) of what a row's experts make of it, in the order of `experts` (rows, chosen).
+    """Return each row's weighted sum (rows, out) of its experts' outputs, in the order of `experts` (rows, chosen).
 
-    Args: inner: (choices, in), what each choice's output map reads. weight: as `expert_linear` takes it. bias:
-          (experts, out). weights: (rows, chosen).
+    Args: inner: (choices, in), the inputs of the down maps. weight: as for `expert_linear`. bias: (experts, out).
+          weights: (rows, chosen).
     """
     n_rows, n_chosen = experts.shape
     parts = _parts(inner, weight, order, tiles, n_chosen, torch.float32)
