@@ -1,7 +1,7 @@
-"""Refuses a model's config whose numbers no model has, before anything is made of that size.
+"""Refuses configs with absurd numbers, before memory of such a size is requested.
 
-The values are checked as the file has them, of any format, and again for what they must be together once transformers
-has filled in its defaults.
+Values are checked as they are in the file. Relations between them are checked again after transformers has filled in
+its defaults.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from .config_layout import heads_of, layer_config, windows_of
 from .families import family_of
 from .family import Selective
 
-DEEPEST = 16  # Levels of objects and lists in a config.
+DEEPEST = 16  # Most levels of objects and lists in a config.
 ADVICE = "copy or download it again"
 
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """The least and the largest value of a field, both allowed; `whole`: only whole numbers are."""
+    """The smallest and the largest allowed value of a field; `whole`: only integers are allowed."""
 
     least: float
     most: float
@@ -40,18 +40,18 @@ class Bounds:
         return f"a number from {self.least:g} to {self.most:g}"
 
 
-TINY = 1e-30  # Floats that must be above 0 are at least this.
+TINY = 1e-30  # Lower bound of floats that must be above 0.
 LAYERS, HEADS, WIDTH = Bounds(1, 1 << 10), Bounds(1, 1 << 12), Bounds(1, 1 << 20)
 TAPS, EXPERTS, GROUPS = Bounds(1, 1 << 6), Bounds(0, 1 << 12), Bounds(1, 1 << 12)
 VOCAB, POSITIONS, COUNT = Bounds(1, 1 << 24), Bounds(1, 1 << 30), Bounds(0, 1 << 30)
 EPSILON, FACTOR, SHARE = Bounds(0, 1, False), Bounds(TINY, 1 << 20, False), Bounds(TINY, 1, False)
 THETA, CAP, AMOUNT = Bounds(1, 1e18, False), Bounds(TINY, 1e9, False), Bounds(0, 1e9, False)
 
-# Names of the field with a layer's experts, and of that with those of a token.
+# Names of the fields with the number of experts of a layer, and with the number that a token takes.
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 CHOSEN_COUNTS = ("num_experts_per_tok", "moe_k", "moe_topk", "top_k_experts")
 
-# Fields by all names that configs have for them, at any level; a field that is missing or null has a default.
+# Bounds of fields, under all names that configs have for them, at any level. A missing field, or null, has a default.
 BOUNDS: dict[str, Bounds] = {
     **dict.fromkeys(("num_hidden_layers", "n_layer"), LAYERS),
     **dict.fromkeys(("num_attention_heads", "n_head", "num_key_value_heads", "num_kv_heads"), HEADS),
@@ -104,9 +104,9 @@ BOUNDS: dict[str, Bounds] = {
 
 
 def check_values(values: Mapping[str, Any], path: Path) -> None:
-    """Check the values of a config, as its file has them. `path`: of the config, for errors.
+    """Check the values of a config as they are in its file. Args: path: the config's, for messages.
 
-    Raises: ModelNotFound: one is out of bounds, no finite number, or nested too deeply.
+    Raises: ModelNotFound: a value is out of bounds, not a finite number, or nested too deeply.
     """
     per_layer = (name for name, types in PER_LAYER.items() if values.get("model_type") in types)
     for name, value in _numbers(values, path, frozenset((*LISTS, *per_layer))):
@@ -120,7 +120,7 @@ def check_values(values: Mapping[str, Any], path: Path) -> None:
 def _numbers(
     values: Any, path: Path, lists: frozenset[str], name: str = "", depth: int = 0
 ) -> Iterator[tuple[str, Any]]:
-    """Yield each value that is neither null, an object nor a list, with the field that it is in.
+    """Yield each value that is not null, an object or a list, with its field.
 
     Args: lists: fields of `BOUNDS` that may have several numbers.
     """
@@ -140,23 +140,23 @@ def _numbers(
         yield name, values
 
 
-UNBOUNDED = "time_step_limit"  # Infinite in configs of models with state spaces.
+UNBOUNDED = "time_step_limit"  # A field that is infinite in configs of models with state spaces.
 FACTORS = ("short_factor", "long_factor")  # Fields that have a number for each rotary frequency.
 LISTS = (*FACTORS, "mlp_multipliers", "ssm_multipliers")  # Fields of `BOUNDS` that may have several numbers.
-# Fields of `BOUNDS` that may have a number for each layer, and the types of model whose configs have them so.
+# Fields of `BOUNDS` that may have a number for each layer, and the model types in which they do.
 PER_LAYER = {"moe_topk": ("hunyuan_v1_moe",), "moe_intermediate_size": ("hunyuan_v1_moe",)}
 
 
 def shown(value: Any) -> str:
-    """Return a value for a sentence: short, in one line."""
+    """Return a value for a message, short and on one line."""
     return cut_short(repr(value))
 
 
 def check_together(config: Any, path: Path) -> None:
-    """Check what a config's values must be together, once transformers has filled in its defaults.
+    """Check the relations between a config's values, after transformers has filled in its defaults.
 
-    Raises: ModelNotFound: heads do not share key heads evenly or do not fill the hidden size, a list has another length
-            than what it is for, or a field that every model has is missing.
+    Raises: ModelNotFound: heads do not share key heads evenly or do not fill the hidden size, a list has a wrong
+            length, or a field that every model has is missing.
     """
     layers, hidden = config.num_hidden_layers, config.hidden_size
     types = getattr(config, "layer_types", None)
@@ -196,7 +196,7 @@ def check_together(config: Any, path: Path) -> None:
     if shared % key_heads:
         raise ModelNotFound(f"{path} has {shared} heads of a state for {key_heads} key heads, no multiple: {ADVICE}")
     for parameters in rotations(config):
-        # Of heads of latents, configs call the rotated part, or all of a head, its size.
+        # In latent attention, head_dim is the rotated part of a head in some configs, and all of it in others.
         size = getattr(layer_config(config, 0), "head_dim", None) or heads.width
         width = int(size * (parameters.get("partial_rotary_factor") or 1.0))
         if heads.latent is not None and (width != heads.latent.rotary or width % 2):
@@ -213,7 +213,7 @@ def check_together(config: Any, path: Path) -> None:
 
 
 def _check_experts(config: Any, path: Path) -> None:
-    """Check that a token's experts, and the groups that it chooses them from, are among those that there are."""
+    """Check that there are at least as many experts and groups as a token chooses."""
     n_experts = _first(config, *EXPERT_COUNTS)
     n_chosen = _first(config, *CHOSEN_COUNTS)
     most_chosen = max(n_chosen, default=0) if isinstance(n_chosen, list) else n_chosen or 0
@@ -222,7 +222,7 @@ def _check_experts(config: Any, path: Path) -> None:
     n_groups, n_chosen_groups = (getattr(config, name, None) or 1 for name in ("n_group", "topk_group"))
     if not n_experts or n_groups == 1 == n_chosen_groups:
         return
-    # A group counts for as much as its two best experts.
+    # A group's score is that of its two best experts, so each group needs two.
     if n_experts % n_groups or n_experts < 2 * n_groups or n_chosen_groups > n_groups:
         raise ModelNotFound(
             f"{path} has {n_experts} experts in {n_groups} groups, of which a token takes {n_chosen_groups}: {ADVICE}"
@@ -235,7 +235,7 @@ def _check_experts(config: Any, path: Path) -> None:
 
 
 def _first(config: Any, *names: str) -> Any:
-    """Return the first of these fields that a config has; None: it has none."""
+    """Return the value of the first of these fields that a config has; None: it has none."""
     return next((value for name in names if (value := getattr(config, name, None)) is not None), None)
 
 

@@ -1,4 +1,4 @@
-"""What a config lays out per layer: heads, slots, windows, rotations; and how many positions there are."""
+"""What a config says about the layout of each layer: heads, slots, windows and rotations; and the most positions."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-UNROTATED = "unrotated"  # Type of layers whose queries are scaled by position, and not rotated.
+UNROTATED = "unrotated"  # Rotation type of layers whose queries are scaled by position but not rotated.
 Positions = TypeVar("Positions", int, "Tensor", "NDArray[Any]")
 
-MOST_POSITIONS = 1 << 20  # Positions of models whose configs have no limit.
+MOST_POSITIONS = 1 << 20  # Limit for models whose configs have none.
 
 
 def is_parallel(config: Any) -> bool:
@@ -27,17 +27,18 @@ def is_parallel(config: Any) -> bool:
 
 
 def mixes_in_turns(config: Any) -> bool:
-    """Tell whether some layers have attention, and others have something in its place."""
+    """Tell whether some layers have attention, and others another token mixer."""
     family = FAMILIES[config.model_type]
     return len({family.has_attention(config, layer) for layer in range(int(config.num_hidden_layers))}) > 1
 
 
 @dataclass(frozen=True, slots=True)
 class LatentLayout:
-    """Sizes of multi-head latent attention: see `models/latents.py`.
+    """Sizes of multi-head latent attention, see `models/latents.py`.
 
-    `query_rank`, `rank`: of the latents of queries (0: there is none), and of keys and values. `rotary`, `kept`: of a
-    head's query, how many values are rotated and how many are not. `value_width`: of a head's value.
+    query_rank, rank: widths of the latent of queries (0: there is none), and of that of keys and values.
+    rotary, kept: numbers of rotated and of unrotated values in a head's query.
+    value_width: width of a head's value.
     """
 
     query_rank: int
@@ -47,17 +48,19 @@ class LatentLayout:
     value_width: int
 
     def projected(self, heads: HeadLayout) -> list[int]:
-        """Return the sizes of what a row is projected to: queries or their latent, the other latent, a rotated key."""
+        """Return the widths of a row's projections: queries or their latent, the other latent, and the rotated key."""
         return [self.query_rank or heads.n_heads * (self.rotary + self.kept), self.rank, self.rotary]
 
 
 @dataclass(frozen=True, slots=True)
 class HeadLayout:
-    """How a layer's projections are cut into heads; `grouped`: a key head's queries, key and value lie together.
+    """How the outputs of a layer's projections are split into heads.
 
-    `gated`: after each query lies a gate of its width. `latent`: heads read latents, and one key for all of them is
-    also the value; None: they do not. `projected`: of which of queries, keys and values there are projections. Without
-    values these are the keys; without both they are another layer's.
+    grouped: the queries, the key and the value of a key head are adjacent.
+    gated: each query is followed by a gate of its width.
+    latent: sizes of latent attention, in which all heads share one key, which is also the value; None: other attention.
+    projected: number of projections among queries, keys and values, in this order. With 2, the keys are the values;
+        with 1, the layer reads another layer's keys and values.
     """
 
     n_heads: int
@@ -75,12 +78,12 @@ class HeadLayout:
 
 
 def layer_config(config: Any, layer: int) -> Any:
-    """Return the config of one layer, where a config has fields by layer; else the config itself."""
+    """Return the config of one layer if the config has fields by layer; otherwise the config itself."""
     return config.per_layer_config[layer] if getattr(config, "is_heterogeneous", False) else config
 
 
 def heads_of(config: Any, layer: int = 0) -> HeadLayout:
-    """Return the layout of a layer's heads; of a model without attention, one of one value."""
+    """Return the layout of a layer's heads; a model without attention has one head of width 1."""
     if getattr(config, "num_attention_heads", None) is None:
         return HeadLayout(1, 1, 1, grouped=False)
     family, n_heads = FAMILIES[config.model_type], int(config.num_attention_heads)
@@ -105,9 +108,9 @@ def heads_of(config: Any, layer: int = 0) -> HeadLayout:
 
 
 def key_sources(config: Any) -> list[int]:
-    """Return per layer the layer whose keys and values its attention reads: its own, or an earlier one's.
+    """Return for each layer the layer whose keys and values its attention reads: itself, or an earlier one.
 
-    Raises: UnsupportedModel: no layer before those that share is of the type of one of them.
+    Raises: UnsupportedModel: a layer that shares has no earlier layer of its type with keys and values.
     """
     family, n_layers = FAMILIES[config.model_type], int(config.num_hidden_layers)
     n_sharing = getattr(config, family.sharing, None) or 0 if family.sharing else 0
@@ -124,9 +127,9 @@ def key_sources(config: Any) -> list[int]:
 
 
 def slot_shapes(config: Any) -> list[SlotShape | None]:
-    """Return per layer what it keeps in each slot of a sequence; None: nothing.
+    """Return what each layer stores in a slot; None: nothing.
 
-    Recurrent layers without attention keep nothing by slot, nor do those that read another layer's keys.
+    Recurrent layers without attention, and layers that read another layer's keys, store nothing in slots.
     """
 
     def shape_of(layer: int) -> SlotShape | None:
@@ -134,7 +137,7 @@ def slot_shapes(config: Any) -> list[SlotShape | None]:
             has_inputs = isinstance(family.mixer_of(config, layer), ShortConv)
             return SlotShape(1, int(config.hidden_size)) if has_inputs else None
         heads = heads_of(config, layer)
-        value_width = heads.width if heads.latent is None else 0  # A latent is key and value.
+        value_width = heads.width if heads.latent is None else 0  # A latent is both key and value.
         return None if heads.projected == 1 else SlotShape(heads.n_kv_heads, heads.width, value_width)
 
     family = FAMILIES[config.model_type]
@@ -142,18 +145,18 @@ def slot_shapes(config: Any) -> list[SlotShape | None]:
 
 
 class AttentionWindow(NamedTuple):
-    """The last `size` positions that a row sees, its own among them; `chunks`: those of its own chunk of this size."""
+    """A row sees the last `size` positions, its own included; with `chunks`, those in its own chunk of this size."""
 
     size: int
     chunks: bool = False
 
     def oldest(self, positions: Positions) -> Positions:
-        """Return the first position that rows at these positions see; below 0: they see all before them."""
+        """Return the first position that rows at these positions see; negative: they see all earlier ones."""
         return positions - positions % self.size if self.chunks else positions + 1 - self.size
 
 
 def windows_of(config: Any, family: Family, n_layers: int) -> tuple[AttentionWindow | None, ...]:
-    """Return each layer's window, None where a layer sees everything before it."""
+    """Return each layer's window; None: its rows see all earlier positions."""
     in_chunks = family.sliding == "chunks"
     size = getattr(config, "attention_chunk_size" if in_chunks else "sliding_window", None)
     if family.sliding == "none" or size is None:
@@ -167,11 +170,11 @@ def windows_of(config: Any, family: Family, n_layers: int) -> tuple[AttentionWin
 def rows_as_costly(
     attentions: Iterable[tuple[HeadLayout, AttentionWindow | None]], n_parameters: int, n_rows: int, n_slots: int
 ) -> int:
-    """Return how many rows after `n_slots` slots take the multiply-adds of `n_rows` rows after none.
+    """Return how many rows after `n_slots` slots cost as many multiply-adds as `n_rows` rows after none.
 
-    Whole multiples of 16, and at least 16 or `n_rows`: fewer rows read the weights for little.
+    The result is a multiple of 16, and at least 16 (or `n_rows`): with fewer rows, reading the weights costs too much.
 
-    Args: attentions: the heads and the window of each layer that has attention.
+    Args: attentions: heads and window of each layer with attention.
     """
     of_attention = sum(
         2 * heads.n_heads * heads.width * min(n_slots, window.size if window else n_slots)
@@ -182,9 +185,9 @@ def rows_as_costly(
 
 
 def rotation_types(config: Any, family: Family, windows: Sequence[AttentionWindow | None]) -> list[str | None]:
-    """Return per layer what the rotary module takes as its type ("" where it takes none), None without a rotation.
+    """Return for each layer the type that its rotary module takes ("": it takes none); None: no rotation.
 
-    `UNROTATED`: of layers whose queries are scaled by position, and not rotated.
+    `UNROTATED`: queries are scaled by position but not rotated.
     """
     n_layers, has_windows = len(windows), getattr(config, "sliding_window", None) is not None
     rotated = {
@@ -196,7 +199,8 @@ def rotation_types(config: Any, family: Family, windows: Sequence[AttentionWindo
     if (
         getattr(config, "prefix_dense_sliding_window_pattern", None) == 1
     ):  # Cohere 2 MoE's first layers, without experts.
-        rotated = [one or kind == "dense" for one, kind in zip(rotated, config.mlp_layer_types, strict=True)]
+        mlp_types = config.mlp_layer_types
+        rotated = [is_rotated or kind == "dense" for is_rotated, kind in zip(rotated, mlp_types, strict=True)]
     types = [str(kind) for kind in config.layer_types] if family.rotary_by_type else [""] * n_layers
     scale = query_scale(config, family)
     other = UNROTATED if scale is not None and scale.unrotated else None
@@ -204,9 +208,9 @@ def rotation_types(config: Any, family: Family, windows: Sequence[AttentionWindo
 
 
 class QueryScale(NamedTuple):
-    """What queries at a position p are multiplied by: 1 + beta log(1 + floor((p + first) / n)).
+    """Factor of queries at position p: 1 + beta log(1 + floor((p + first) / n)).
 
-    `unrotated`: those of layers of the type `UNROTATED`, else those of all others.
+    It applies to layers of the type `UNROTATED` (`unrotated`), or to all other layers.
     """
 
     beta: float
@@ -226,15 +230,13 @@ def query_scale(config: Any, family: Family) -> QueryScale | None:
 
 
 def context_limit(config: Any) -> int:
-    """Return the most positions (prompt and completion) that the runtime lays out for this model.
+    """Return the most positions (prompt and completion) of this model.
 
-    Rotary schemes that change their frequencies beyond the trained length ("dynamic", "longrope") are used up to that
-    length only: a position must have one rotation, whenever it is reached. "yarn" reaches its factor times the trained
-    length: it is switched on by adding it to a config, whose own number stays.
+    Schemes that change rotary frequencies beyond the trained length ("dynamic", "longrope") are limited to that length,
+    because a position must always have the same rotation. "yarn" reaches its factor times the trained length, because
+    it is added to a config whose own limit stays as it was. Recurrent states have no limit.
 
-    A state has no limit of its own.
-
-    Raises: UnsupportedModel: there are none.
+    Raises: UnsupportedModel: the limit is less than 1.
     """
     positions = getattr(config, "max_position_embeddings", None)
     limit = MOST_POSITIONS if positions is None else int(positions)

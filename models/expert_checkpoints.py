@@ -1,6 +1,6 @@
-"""Reads the experts of quantised checkpoints: a tensor for each map of each, or MXFP4 blocks of all of a layer.
+"""Reads the experts of quantised checkpoints: separate tensors for each map, or MXFP4 blocks of all experts of a layer.
 
-Codes are kept where our kernels compute; elsewhere maps are de-quantised into the tensors that transformers has.
+If our kernels compute, codes are kept. Otherwise maps are de-quantised into the tensors of transformers' modules.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from .kernels.build import Kernels
 
 BLOCKS, SCALES = "blocks", "scales"  # Suffixes of MXFP4 tensors, joined by "_" to the name of a tensor of all experts.
 PAIRS_OF_MXFP4 = 1039  # `CHECKPOINT_MXFP4` of `kernels/gguf.h`: a scale and 16 bytes of two codes each.
-# Halves of the numbers that MXFP4's codes stand for are whole (OCP Microscaling Formats, 5.3.3).
+# Magnitudes of the floats of 4 bits (OCP Microscaling Formats, 5.3.3).
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 EXPONENT_BIAS = 127
 
-# A map's module (out, in) from its stored tensors, by the names of its format, and its sizes.
+# Makes a map's module from its stored tensors, by name in the format, and its sizes (out, in).
 MakeMap = Callable[[Mapping[str, Tensor], int, int], CodedLinear | nn.Linear]
 
 
 @dataclass(frozen=True, slots=True)
 class StoredExperts:
-    """A layer's experts in files: the stored names of each map's tensors, by the names of its format."""
+    """The experts of a layer in files: for each map, its tensors' stored names by their names in the format."""
 
     module: str
-    maps: Mapping[str, list[dict[str, str]]]  # By each of `PARTS`, an expert after the other.
+    maps: Mapping[str, list[dict[str, str]]]  # Part of `PARTS` -> tensors of each expert's map.
 
     def names(self) -> Iterator[str]:
         for maps in self.maps.values():
@@ -56,7 +56,7 @@ def mixtures_of(model: nn.Module, named: Experts | None) -> dict[str, Any]:
 
 
 def renamed(name: str, named: Experts | None) -> str:
-    """Return the name that transformers gives to a tensor of a checkpoint's mixture."""
+    """Return the name in transformers' model of a tensor of a checkpoint's mixture."""
     for stored, part_name in named.renamed.items() if named is not None else ():
         if stored in name:
             return name.replace(stored, part_name, 1)
@@ -66,9 +66,10 @@ def renamed(name: str, named: Experts | None) -> str:
 def stored_experts(
     model: nn.Module, named: Experts | None, formats: tuple[str, ...], own: Mapping[str, str]
 ) -> list[StoredExperts]:
-    """Find the experts whose maps are stored one by one.
+    """Find the experts whose maps are stored separately.
 
-    Args: formats: names of a map's tensors; the first marks one as quantised. own: stored names by `plain_name`.
+    Args: formats: names of a map's tensors in the format; the first marks a map as quantised. own: stored names by
+          `plain_name`.
     """
     mixtures = []
     for module, experts in mixtures_of(model, named).items():
@@ -94,7 +95,7 @@ def read_experts(
     read: Callable[[str], Tensor],
     make: MakeMap,
 ) -> None:
-    """Put a layer's experts into the model; the maps are made by several threads at once."""
+    """Put a layer's experts into the model; several threads make the maps."""
     module: Any = model.get_submodule(stored.module)
     n_experts, *of_map = module.down_proj.shape
     n_inner, n_hidden = of_map if named.by_inputs else reversed(of_map)
@@ -125,12 +126,12 @@ def read_mxfp4(
     kernels: Kernels | None,
     read: Callable[[str], Tensor],
 ) -> None:
-    """Put a layer's experts of MXFP4 into the model, as codes for these kernels, or None: de-quantised.
+    """Put a layer's MXFP4 experts into the model, as codes for these kernels (None: de-quantised).
 
-    A checkpoint has, for each of the module's tensors, the codes of 32 inputs in 16 bytes, two by two, uint8 (experts,
-    out, groups, 16), and the exponents of the groups' scales, uint8 (experts, out, groups).
+    For each of the module's tensors, a checkpoint has codes, uint8 (experts, out, groups, 16) with two codes in a byte,
+    and exponents of the groups' scales, uint8 (experts, out, groups).
 
-    Raises: ValueError: the tensors are not of these shapes.
+    Raises: ValueError: the tensors have other shapes.
     """
     module: Any = model.get_submodule(module_name)
     n_experts, n_inner, n_hidden = module.down_proj.shape
@@ -162,7 +163,7 @@ def read_mxfp4(
 
 
 def mxfp4_numbers(blocks: Tensor, scales: Tensor) -> Tensor:
-    """Return what codes uint8 (…, groups, 16) of scales uint8 (…, groups) stand for: float32 (…, 32 groups)."""
+    """De-quantise codes, uint8 (…, groups, 16), with scales, uint8 (…, groups); return float32 (…, 32 · groups)."""
     table = torch.tensor([*E2M1, *(-value for value in E2M1)])
     codes = torch.stack((blocks & 15, blocks >> 4), dim=-1).flatten(-2)
     return torch.ldexp(table[codes.int()], scales.int()[..., None] - EXPONENT_BIAS).flatten(-2)

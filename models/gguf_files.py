@@ -1,8 +1,8 @@
 """Converts GGUF files to model folders, and model folders to GGUF files, for other engines.
 
-swiftopt itself computes with a file as it is (`gguf_model`); for other engines it is converted to bfloat16 once and
-kept in the cache. Files that are written are for token ids in and token ids out: their tokenizer names every token,
-but splits no text as the model's own does.
+swiftopt itself uses a file as it is (`gguf_model`). For other engines it is converted to bfloat16 once, in the cache.
+Written GGUF files are meant for token ids as input and output: their tokenizer has every token, but does not split text
+as the model's own tokenizer does.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5  # Token type numbers of the 
 
 
 def converted(gguf: Path, on_step: OnStep) -> Path:
-    """Return a folder of the file's weights in bfloat16 and its tokenizer, for other engines; made the first time.
+    """Return the cache folder with the file's weights in bfloat16 and its tokenizer; write it if necessary.
 
-    Raises: ModelNotFound: no readable GGUF file. UnsupportedModel: its architecture, or what would be lost of it.
-        SettingsError: there is too little memory. OutputError: the cache cannot be written.
+    Raises: ModelNotFound: there is no readable GGUF file. UnsupportedModel: its architecture or a setting is not
+        supported. SettingsError: there is too little memory. OutputError: the cache cannot be written.
     """
     folder = converted_folder(gguf)
 
@@ -57,7 +57,7 @@ def converted(gguf: Path, on_step: OnStep) -> Path:
         note_gguf(unfinished, gguf)
 
     made_once(folder, lambda: is_readable(folder), write)
-    if not (folder / OF_GGUF).is_file():  # It was converted by an earlier version.
+    if not (folder / OF_GGUF).is_file():  # An earlier version converted the file.
         with suppress(OSError):
             note_gguf(folder, gguf)
     return folder
@@ -74,9 +74,9 @@ def _check_room(gguf: Path) -> None:
 
 
 def stored_type(folder: Path) -> str:
-    """Return GGUF's name for the type of the folder's weights: BF16, F16 or F32.
+    """Return GGUF's name for the dtype of the folder's weights: BF16, F16 or F32.
 
-    Raises: UnsupportedModel: they are of another type.
+    Raises: UnsupportedModel: they have another dtype.
     """
     config = supported_config(folder)
     name = str(config.dtype or "float32").removeprefix("torch.")
@@ -88,13 +88,13 @@ def stored_type(folder: Path) -> str:
 
 
 def gguf_of(folder: Path, rounding: Rounding, on_step: OnStep = no_step) -> Path:
-    """Return the GGUF file of the folder's weights in the cache, written where it is not there yet.
+    """Return the GGUF file of the folder's weights in the cache; write it if necessary.
 
-    "stored" keeps the type of the weights; "F16", "Q8_0" and "Q4_0" round every matrix to it, embeddings included.
-    Vectors are in F32. F16 holds bfloat16 values exactly from 2^-17 to 65504, and smaller ones to within 2^-25.
+    "stored" keeps the dtype of weights; "F16", "Q8_0" and "Q4_0" round every matrix to that type, embeddings included.
+    Vectors are F32. F16 has bfloat16 values from 2^-17 to 65504 exactly, and smaller ones to within 2^-25.
 
-    Raises: UnsupportedModel: llama.cpp's form of this architecture is not known here. ModelNotFound: the folder's
-        weights cannot be read. OutputError: the cache cannot be written.
+    Raises: UnsupportedModel: the architecture's GGUF form is not supported. ModelNotFound: the folder's weights cannot
+        be read. OutputError: the cache cannot be written.
     """
     kind = stored_type(folder) if rounding == "stored" else rounding
     path = cache_root() / "peers" / "weights" / f"{fingerprint(folder).replace(':', '-')}-{WRITER}" / f"{kind}.gguf"
@@ -112,9 +112,9 @@ def gguf_of(folder: Path, rounding: Rounding, on_step: OnStep = no_step) -> Path
 
 
 def write_gguf(folder: Path, path: Path, kind: str) -> None:
-    """Write the folder's weights in one file, matrices as `kind` (a GGUF type), tensor by tensor.
+    """Write the folder's weights to a GGUF file, tensor by tensor; matrices have the GGUF type `kind`.
 
-    Raises: as `gguf_of`, but OSError where the file cannot be written.
+    Raises: as `gguf_of`, but OSError if the file cannot be written.
     """
     import gguf
 
@@ -182,7 +182,7 @@ def _add_settings(writer: Any, config: Any, file_type: int) -> None:
 
 
 def _add_tokens(writer: Any, folder: Path, config: Any, pre_tokenizer: str) -> None:
-    """Write the text and type of every token, and the merges; unused ids get placeholder names."""
+    """Write the text and type of every token, and the merges; unused ids get made-up texts."""
     path = folder / "tokenizer.json"
     try:
         stored = json.loads(path.read_text(encoding="utf-8"))
@@ -210,7 +210,7 @@ def _add_tokens(writer: Any, folder: Path, config: Any, pre_tokenizer: str) -> N
 
 
 def _paired(stored: str, values: np.ndarray[Any, Any], config: Any) -> np.ndarray[Any, Any]:
-    """Return rows of query and key in llama.cpp's order; other weights as they are.
+    """Return the rows of query and key weights in llama.cpp's order; other weights unchanged.
 
     Args: values: float32, shape (heads · head size, hidden) or, for a bias, (heads · head size,).
     """

@@ -1,7 +1,7 @@
-"""Reads what a GGUF file says of layers that differ by their type, as Gemma 4's do.
+"""Reads a GGUF file's settings for layers that differ by type, as in Gemma 4.
 
-A setting whose name ends in _swa is that of layers with a window, and the one without this ending that of the others.
-Some settings are lists with a number for each layer.
+A setting whose name ends in _swa applies to layers with a window, and the one without that ending to the others. Some
+settings are lists with a number for each layer.
 """
 
 from __future__ import annotations
@@ -12,21 +12,21 @@ from typing import Any
 from .gguf_reader import GgufFile
 from .gguf_values import KV_HEADS, MLP_WIDTH, PATTERN, OwnSettings
 
-SHARED = "attention.shared_kv_layers"  # How many of the last layers read another layer's keys and values.
+SHARED = "attention.shared_kv_layers"  # Number of last layers that read another layer's keys and values.
 TOKEN_TABLE = "per_layer_token_embd.weight"  # The embedding by layer: a row for each token.
-ENCODERS = ("v.", "a.", "mm.")  # How the names of tensors begin of parts that read images and audio.
-_KEYS = re.compile(r"blk\.(\d+)\.attn_(?:k|k_norm|v)\.")  # A layer's tensors that make keys and values.
+ENCODERS = ("v.", "a.", "mm.")  # Prefixes of the names of tensors in encoders of images and audio.
+_KEYS = re.compile(r"blk\.(\d+)\.attn_(?:k|k_norm|v)\.")  # Tensors of a layer's keys and values.
 
 
 def layers_of(file: GgufFile, settings: OwnSettings) -> dict[str, Any]:
-    """Return the config's fields for what differs by the type of a layer.
+    """Return the config's fields that differ by layer type.
 
-    Layers without a window take their keys as values where the file has no map of values for them.
+    If the file has no map of values for layers without a window, their values are the keys.
 
-    Raises: UnsupportedModel: the config has no place for a difference. ModelNotFound: a setting is missing.
+    Raises: UnsupportedModel: the config cannot express a difference. ModelNotFound: a setting is missing.
     """
     n_layers, slides = settings.size("block_count"), settings.listed(PATTERN)
-    # Whatever a config says, transformers gives the last layer no window.
+    # In transformers the last layer never has a window.
     if not isinstance(slides, list) or len(slides) != n_layers or slides[-1]:
         raise settings.refusal(PATTERN, slides)
     n_shared = int(settings.number(SHARED, 0))
@@ -66,9 +66,9 @@ def layers_of(file: GgufFile, settings: OwnSettings) -> dict[str, Any]:
 
 
 def unused_keys(file: GgufFile, n_layers: int) -> set[str]:
-    """Return the names of tensors that make keys and values in layers that read another layer's.
+    """Return the names of tensors of keys and values in layers that read another layer's.
 
-    Checkpoints have them, and no layer computes with them. Args: n_layers: of the model.
+    Checkpoints have such tensors although no layer uses them. Args: n_layers: the model's.
     """
     n_shared = file.own_settings().get(SHARED)
     first = n_layers - n_shared if isinstance(n_shared, int) else n_layers

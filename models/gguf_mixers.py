@@ -1,9 +1,9 @@
-"""How llama.cpp keeps the gated delta rule of a layer in a GGUF file: its rows and columns, and its numbers.
+"""Maps the tensors of a gated delta rule in a GGUF file to those of our modules: order of rows and columns, and values.
 
-A file has the projections as our modules have them, or by key head, as checkpoints of Qwen3-Next do. Where value heads
-are tiled (`GgufForm.tiled_heads`) they lie in another order, also in the columns of the map that follows. Rows of codes
-can be taken in any order. Columns cannot: a block of codes may be wider than a head, so a map of codes is told the
-order of the heads that it reads (`BlockLinear.head_order`).
+A file has the projections as our modules have them, or by key head, as checkpoints of Qwen3-Next do. With tiled value
+heads (`GgufForm.tiled_heads`) the heads have another order, also in the columns of the output map. Rows of quantised
+maps can be reordered. Columns cannot, because a block of codes may be wider than a head; so a quantised output map has
+the order of the heads that it reads (`BlockLinear.head_order`).
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from .family import GatedDelta
 from .gguf_form import GgufForm
 from .state_rules import StateForm, orders_of_delta
 
-# The parameters that a file keeps under other names, and the names of these.
+# Parameters with other names in files, and these names.
 RENAMED = {".dt_bias": ".dt_proj.bias"}
 
 
 class DeltaTensors:
-    """The places of a model's gated delta rules in a file of this form."""
+    """Where a file of this form has the parameters of a model's gated delta rules."""
 
     def __init__(self, mixer: GatedDelta, form: GgufForm, config: Any) -> None:
         self.mixer, self.form = mixer, form
@@ -32,13 +32,13 @@ class DeltaTensors:
         self.sizes = StateForm(*(int(getattr(config, f"linear_{name}")) for name in names))
 
     def name_of(self, module_name: str) -> str | None:
-        """Return a module's name within the rule, "" for the rule itself; None: it is not in one."""
+        """Return a module's name within the rule ("" for the rule itself); None: it is not in one."""
         _, mixer_name, name = f"{module_name}.".rpartition(f".{self.mixer.module}.")
         return name.removesuffix(".") if mixer_name else None
 
     @cached_property
     def head_order(self) -> Tensor | None:
-        """Which of our value heads each of a file's is: int64 (heads,); None: they are in the same order."""
+        """For each value head in the file, its index in our order, int64 (heads,); None: the orders are equal."""
         sizes = self.sizes
         if not self.form.tiled_heads or sizes.n_heads == sizes.n_key_heads:
             return None
@@ -46,7 +46,7 @@ class DeltaTensors:
 
     @cached_property
     def _orders(self) -> Mapping[str, Tensor]:
-        """By a module's name, which row of the file's tensor each of its rows is; of the last map, each column."""
+        """By module, the row of the file's tensor for each row of ours; for the output map, the columns."""
         if self.head_order is None:
             return {}
         sizes, heads = self.sizes, self.head_order.argsort()
@@ -57,18 +57,18 @@ class DeltaTensors:
         return orders | {self.mixer.conv: convolved, "": heads, self.mixer.out: values}
 
     def rows(self, module_name: str) -> Tensor | None:
-        """Return int64 (out,), which row of the file's tensor each row is; None: they are in the same order."""
+        """Return for each of our rows the row of the file's tensor, int64 (out,); None: the orders are equal."""
         name = self.name_of(module_name)
         return None if name is None or name == self.mixer.out else self._orders.get(name)
 
     def columns(self, module_name: str) -> Tensor | None:
-        """Return int64 (in,), likewise of columns."""
+        """Return the same for columns, int64 (in,)."""
         return self._orders.get(self.mixer.out) if self.name_of(module_name) == self.mixer.out else None
 
     def by_key_head(self, module_name: str) -> tuple[str, Tensor] | None:
-        """Return the name of a file's tensor that has a projection's rows by key head, and where: int64 (out,).
+        """Return the file's tensor that has a projection's rows by key head, and the indices of the rows, int64 (out,).
 
-        None: the module is no such projection.
+        None: the module is not such a projection.
         """
         name = self.name_of(module_name)
         if name not in self.mixer.into:
@@ -80,10 +80,10 @@ class DeltaTensors:
         return dict(zip(self.mixer.into, places, strict=True))[name]
 
     def is_gated_norm(self, module_name: str) -> bool:
-        """Tell whether a norm is that of what heads read, to whose weights nothing is added."""
+        """Tell whether a norm is the gated norm of the heads' outputs, to whose weights the converter adds nothing."""
         return self.name_of(module_name) == self.mixer.norm
 
 
 def numbers_of(name: str, values: Tensor) -> Tensor:
-    """Return a parameter's values, given those of the file: it has the decay of a state itself, -exp(A_log)."""
+    """Return a parameter's values, given those of the file, which has -exp(A_log) in place of A_log."""
     return (-values).log() if name.endswith(".A_log") else values

@@ -1,6 +1,6 @@
 """Reads the multi-token-prediction layer of a GGUF file: one more layer after the model's own, with `nextn.*` tensors.
 
-llama.cpp's converter names it so whatever the checkpoint's own names are.
+llama.cpp's converter uses these names for all families.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ from .mtp_names import LAYER, config_of_layer
 from .quantised_checkpoints import without_weights
 from .saved import refuse_mismatched
 
-# Parts besides the decoder layer, and the model's norm, by their names in the layer of a file.
+# Parts besides the decoder layer, and the model's norm: their names in the file's layer.
 NORMS = {"embed_norm": "enorm", "hidden_norm": "hnorm"}
 PROJECTION, NORM = "eh_proj", "shared_head_norm"
-COPIES = ("embed_tokens", "shared_head_head")  # Of the model's own embedding and head.
+COPIES = ("embed_tokens", "shared_head_head")  # Tensors that are copies of the model's embedding and head.
 
 
 def has_next_layer(file: GgufFile, n_layers: int) -> bool:
-    """Tell whether a file of a model with so many layers has one more, of which all parts are known."""
+    """Tell whether a file has one more layer than the model, and all parts of that layer are known."""
     needed = (*NORMS.values(), PROJECTION, NORM)
     return all(_name(n_layers, part) in file.tensors for part in needed)
 
 
 def next_layer(file: GgufFile, config: Any, family: Family, dtype: torch.dtype, coded: bool, shared: nn.Module) -> Any:
-    """Return a model of the layer alone and the parts besides it, on the CPU.
+    """Return a model of this layer and the parts besides it, on the CPU.
 
-    Args:   coded: maps keep the file's codes, where our kernels read them. shared: the target, for its embedding and
-            head.
+    Args:   coded: maps keep the file's codes if our kernels can read them. shared: the target, whose embedding and head
+            are used.
     Raises: ModelNotFound, UnsupportedModel: as `gguf_model.load_gguf`.
     """
     assert family.mtp is not None
@@ -63,7 +63,7 @@ def _name(n_layers: int, part: str) -> str:
 
 
 class _NextLayer(Reading):
-    """The state of reading the layer."""
+    """Reads the tensors of the layer."""
 
     def _tensor(self, name: str) -> FileTensor | None:
         if name == f"{self.family.norm}.weight":
@@ -77,7 +77,7 @@ class _NextLayer(Reading):
         ]
 
     def parts(self) -> nn.ModuleDict:
-        """Return the two norms, of the kind of the layer's last one, and the projection."""
+        """Return the projection and the two norms, which are of the same class as the layer's last norm."""
         norm, parts = self.model.get_submodule(self.family.norm), nn.ModuleDict()
         for name, part in NORMS.items():
             copied: Any = deepcopy(norm)
@@ -95,7 +95,7 @@ class _NextLayer(Reading):
         return parts.eval().requires_grad_(False)
 
     def _beside(self, part: str, shape: tuple[int, ...]) -> FileTensor:
-        """Return a tensor besides the layer's own. Raises: ModelNotFound: it is of another shape."""
+        """Return the tensor of a part besides the decoder layer. Raises: ModelNotFound: it has another shape."""
         tensor = self.file.tensors[_name(self.first_layer, part)]
         if tensor.shape != shape:
             refuse_mismatched([(tensor.name, tensor.shape, shape)], self.file.path, "its settings")

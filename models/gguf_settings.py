@@ -1,7 +1,7 @@
-"""Makes a model's config of a GGUF file's settings.
+"""Makes a model's config from a GGUF file's settings.
 
-Every setting of the architecture must be taken by a field of the config, or say what is computed anyhow: a setting that
-is left is refused, because the model would compute something else.
+Every setting of the architecture must become a field of the config, or have a value without effect. A file with any
+other setting is refused, because the model would compute something else.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from .gguf_reader import GgufFile, Texts
 from .gguf_values import KV_HEADS, MLP_WIDTH, PATTERN, OwnSettings, shown
 
 HEAD = "output.weight"
-# Tensors of factors that divide the rotary frequencies: at any length, and up to or beyond the trained length.
+# Tensors of factors that divide rotary frequencies: at any length, up to the trained length, and beyond it.
 FREQUENCY_FACTORS = "rope_freqs.weight"
 SHORT_FACTORS, LONG_FACTORS = "rope_factors_short.weight", "rope_factors_long.weight"
-# Which layers have another mixer than attention: a list, or all but each n-th.
+# Settings for the layers with another mixer than attention: a list, or the n of "all but each n-th layer".
 RECURRENT, INTERVAL = "attention.recurrent_layers", "full_attention_interval"
 WINDOW = "attention.sliding_window"
 FACTORS = (FREQUENCY_FACTORS, SHORT_FACTORS, LONG_FACTORS)
-UNBOUNDED = 1e29  # Larger factors are of pairs that are not rotated: angles are 0 at all positions.
-THETA = 10_000.0  # Base of the rotary frequencies where a file names none.
-YARN = {"beta_fast": 32.0, "beta_slow": 1.0}  # llama.cpp's and transformers' values where none are given.
+UNBOUNDED = 1e29  # A larger factor means that a pair is not rotated: its angle is 0 at all positions.
+THETA = 10_000.0  # Default base of rotary frequencies.
+YARN = {"beta_fast": 32.0, "beta_slow": 1.0}  # llama.cpp's and transformers' defaults.
 # GGUF settings common to all architectures, by name without the architecture's prefix, and their config fields.
 FIELDS = {
     "block_count": "num_hidden_layers",
@@ -46,27 +46,27 @@ FIELDS = {
     "vocab_size": "vocab_size",
 }
 NEEDED = tuple(FIELDS)[:5]
-COUNTS = {"leading_dense_block_count": 0}  # Settings of which 0 is a value, as it is where a file has none.
-NEXT_LAYERS = "nextn_predict_layers"  # How many layers after the model's own predict further tokens.
-LAYER_NUMBER = re.compile(r"^blk\.\d+\.")  # How the names of a layer's tensors begin.
+COUNTS = {"leading_dense_block_count": 0}  # Settings for which 0 is a valid value, and their defaults.
+NEXT_LAYERS = "nextn_predict_layers"  # Number of multi-token-prediction layers after the model's own.
+LAYER_NUMBER = re.compile(r"^blk\.\d+\.")  # Prefix of the names of a layer's tensors.
 IDS = {
     "bos_token_id": "tokenizer.ggml.bos_token_id",
     "eos_token_id": "tokenizer.ggml.eos_token_id",
     "pad_token_id": "tokenizer.ggml.padding_token_id",
 }
-SENTENCEPIECE = {"bos_token_id": 1, "eos_token_id": 2}  # Ids that llama.cpp takes where such a file names none.
+SENTENCEPIECE = {"bos_token_id": 1, "eos_token_id": 2}  # llama.cpp's default ids for such a tokenizer.
 TURN_KEYS = ("tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")
-OLLAMA_ENDS = "tokenizer.ggml.eos_token_ids"  # All ends, as Ollama's files list them.
-SUPPRESSED = "tokenizer.ggml.suppress_tokens"  # Tokens that no text may have.
+OLLAMA_ENDS = "tokenizer.ggml.eos_token_ids"  # All end tokens, in Ollama's files.
+SUPPRESSED = "tokenizer.ggml.suppress_tokens"  # Tokens that are never generated.
 # End-of-turn tokens of usual chat templates, for files that name none.
 TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<|eot|>", "<|end|>", "<end_of_turn>", "<turn|>")
 
 
 def config_of(file: GgufFile) -> dict[str, Any]:
-    """Return the content of a config.json for transformers, of weights that keep the file's codes.
+    """Return the content of a config.json for transformers; it says that weights keep the file's codes.
 
-    Raises: UnsupportedModel: its architecture, or a setting for which the config has no place. ModelNotFound: a
-            setting is missing, or not what it should be.
+    Raises: UnsupportedModel: the architecture is not supported, or the config has no field for a setting.
+            ModelNotFound: a setting is missing or invalid.
     """
     model_type, form = form_of(file)
     family = FAMILIES[model_type]
@@ -74,11 +74,11 @@ def config_of(file: GgufFile) -> dict[str, Any]:
         raise ModelNotFound(f"{file.path} has no tensors: download it again")
     settings = OwnSettings(file)
     by_type = layers_of(file, settings) if form.by_type else {}
-    # Models that have experts in all layers may have no other MLP.
+    # A model with experts in all layers may have no width of a plain MLP.
     usual = {MLP_WIDTH: file.own_settings().get("expert_feed_forward_length")}
     needed = NEEDED if form.ignored.keys().isdisjoint(NEEDED) else [name for name in NEEDED if name not in form.ignored]
     check_values({FIELDS["block_count"]: settings.size("block_count")}, file.path)  # Before lists of this length.
-    # Layers that predict further tokens come last, and are counted with the others.
+    # Multi-token-prediction layers come last, and block_count includes them.
     n_further = min(int(settings.number(NEXT_LAYERS, 0)), settings.size("block_count") - 1)
     n_layers = settings.size("block_count") - n_further
     layer_types = _layer_types(settings, family, form, n_layers, n_further)
@@ -89,7 +89,7 @@ def config_of(file: GgufFile) -> dict[str, Any]:
     given["num_hidden_layers"] = n_layers
     heads = given.get("num_attention_heads", 1)
     if family.rotary is not None or form.mixed_by in ("kv_heads", "sub_layers"):
-        n_kv_heads = settings.size(KV_HEADS, heads)  # Of latents files have one, or as many as heads.
+        n_kv_heads = settings.size(KV_HEADS, heads)  # With latent attention, files say 1 or the number of heads.
         given["num_key_value_heads"] = n_kv_heads if family.latents is None else heads
     config: dict[str, Any] = {
         **form.constants,
@@ -99,7 +99,7 @@ def config_of(file: GgufFile) -> dict[str, Any]:
     for name, field in form.fields.items():
         value = settings.number(name, COUNTS.get(name))
         if (value or name in COUNTS) and taken.setdefault(field, value) != value:
-            raise settings.refusal(name, value)  # Another setting of the same number says another.
+            raise settings.refusal(name, value)  # Two settings of the same number differ.
     config |= taken
     config |= {field: settings.size(name) for name, field in form.sizes.items()}
     for field, (name, other) in form.quotients.items():
@@ -152,8 +152,7 @@ def config_of(file: GgufFile) -> dict[str, Any]:
 
 
 def form_of(file: GgufFile) -> tuple[str, GgufForm]:
-    """Return the type that a file is loaded as, and how it is read: of the forms of its architecture the one with most
-    settings `when`.
+    """Return the model type as which a file is loaded, and its form: that with most settings `when` that the file has.
 
     Raises: UnsupportedModel: there is none.
     """
@@ -164,7 +163,7 @@ def form_of(file: GgufFile) -> tuple[str, GgufForm]:
         if file.architecture in form.architectures and all(settings.get(name) for name in form.when)
     ]
     if fitting:
-        return max(fitting, key=lambda one: len(one[1].when))
+        return max(fitting, key=lambda item: len(item[1].when))
     architectures = sorted({architecture for form in FORMS.values() for architecture in form.architectures})
     raise UnsupportedModel(
         f"{file.path} is of the architecture {shown(file.architecture)}, which is not supported: use one of"
@@ -173,7 +172,7 @@ def form_of(file: GgufFile) -> tuple[str, GgufForm]:
 
 
 def _layer_types(settings: OwnSettings, family: Family, form: GgufForm, n_layers: int, n_further: int) -> list[str]:
-    """Return what mixes tokens in each layer: attention, or the family's other mixer."""
+    """Return each layer's token mixer: attention, or the family's other mixer."""
     mixed = [False] * n_layers
     if form.mixed_by == "sub_layers":
         widths, mlp = settings.take(MLP_WIDTH), "moe" if settings.take("expert_count") else "mlp"
@@ -181,25 +180,25 @@ def _layer_types(settings: OwnSettings, family: Family, form: GgufForm, n_layers
         kinds = {(False, True): "full_attention", (True, False): mlp, (True, True): state}
         without = [settings.layers_without(name, n_layers, n_further) for name in (KV_HEADS, MLP_WIDTH)]
         if not kinds.keys() >= set(layers := list(zip(*without, strict=True))):
-            raise settings.refusal(MLP_WIDTH, widths)  # A layer has attention and an MLP.
-        return [kinds[one] for one in layers]
+            raise settings.refusal(MLP_WIDTH, widths)  # A layer has both attention and an MLP.
+        return [kinds[layer] for layer in layers]
     if form.mixed_by == "kv_heads":
         mixed = settings.layers_without(KV_HEADS, n_layers)
     elif form.mixed_by == "interval":
         interval = settings.size(INTERVAL, 4)
         listed = settings.take(RECURRENT, [(layer + 1) % interval != 0 for layer in range(n_layers)])
-        if not isinstance(listed, list):  # All layers of a list said the same.
+        if not isinstance(listed, list):  # `take` returns one value if all layers have the same.
             listed = [listed] * n_layers
         if len(listed) not in (n_layers, n_layers + n_further):
             raise settings.refusal(RECURRENT, listed)
-        mixed = [bool(one) for one in listed[:n_layers]]
+        mixed = [bool(flag) for flag in listed[:n_layers]]
     return [family.mixer.layer_type if family.mixer and other else "full_attention" for other in mixed]
 
 
 def _period(file: GgufFile, tensor: str, n_layers: int) -> tuple[int, int]:
-    """Return every how many layers have a tensor, and which the first of them is.
+    """Return the period of the layers that have a tensor, and the index of the first one.
 
-    Raises: UnsupportedModel: they do not follow at equal distances.
+    Raises: UnsupportedModel: these layers are not periodic.
     """
     having = [layer for layer in range(n_layers) if f"blk.{layer}.{tensor}" in file.tensors]
     first = having[0] if having else n_layers
@@ -213,7 +212,7 @@ def _period(file: GgufFile, tensor: str, n_layers: int) -> tuple[int, int]:
 
 
 def _head_dim(settings: OwnSettings, form: GgufForm, hidden: int, heads: int) -> int:
-    """Return how many values a head has; keys and values have as many."""
+    """Return the width of a head, which is that of keys and of values."""
     usual = hidden // heads
     size = settings.size("attention.key_length", usual)
     of_values = settings.size("attention.value_length", size)
@@ -225,7 +224,7 @@ def _head_dim(settings: OwnSettings, form: GgufForm, hidden: int, heads: int) ->
 
 
 def _sizes_of_latents(settings: OwnSettings) -> dict[str, int]:
-    """Return the config's sizes of heads that read latents; older files say these of keys and values."""
+    """Return the config's sizes of latent attention; older files have the sizes of keys and values instead."""
     width, of_values = (
         settings.size(f"attention.{name}_length_mla", settings.size(f"attention.{name}_length"))
         for name in ("key", "value")
@@ -239,7 +238,7 @@ def _sizes_of_latents(settings: OwnSettings) -> dict[str, int]:
 def _positions(
     file: GgufFile, settings: OwnSettings, family: Family, form: GgufForm, head_dim: int, context: int
 ) -> dict[str, Any]:
-    """Return the config's fields for positions; `context`: how many the file says the model has."""
+    """Return the config's fields for positions; `context`: the number of positions in the file's settings."""
     rotation = _rotation(file, settings, family, form, head_dim, context)
     base = settings.number("rope.freq_base_swa", form.window_base or rotation["rope_theta"])
     if not family.rotary_by_type and base != rotation["rope_theta"]:
@@ -248,7 +247,7 @@ def _positions(
     if family.rotary_by_type:
         in_windows = {"rope_type": "default", "rope_theta": float(base)}
         fields["rope_parameters"] = {"full_attention": rotation, "sliding_attention": in_windows}
-    if "original_max_position_embeddings" in rotation:  # Phi-3's config also has it outside, which takes precedence.
+    if "original_max_position_embeddings" in rotation:  # Phi-3's config also has it at top level, with precedence.
         fields["original_max_position_embeddings"] = rotation["original_max_position_embeddings"]
     return fields
 
@@ -256,10 +255,10 @@ def _positions(
 def _rotation(
     file: GgufFile, settings: OwnSettings, family: Family, form: GgufForm, head_dim: int, context: int
 ) -> dict[str, Any]:
-    """Return transformers' rotary parameters of the layers without a window."""
+    """Return transformers' rotary parameters for layers without a window."""
     parameters: dict[str, Any] = {"rope_theta": float(settings.number("rope.freq_base", THETA))}
     width = settings.size("rope.dimension_count", head_dim)
-    if form.rotates_in_part:  # Also for all of a head: the configs' own default is a part.
+    if form.rotates_in_part:  # Also if all of a head is rotated, because the config's default is a part.
         parameters["partial_rotary_factor"] = width / head_dim
     if int(head_dim * parameters.get("partial_rotary_factor", 1.0)) != width:
         raise settings.refusal("rope.dimension_count", width)
@@ -273,7 +272,7 @@ def _rotation(
     damping = settings.number("rope.scaling.yarn_log_multiplier", 0.0) if family.scales_queries == "rotated" else 0.0
     factors = {name: _factors(file, name, width) for name in FACTORS if name in file.tensors}
     is_scaled = any(value != 1.0 for values in factors.values() for value in values)
-    if kind == "none":  # Files name no type where tensors hold the factors, and did not before there were types.
+    if kind == "none":  # Files with tensors of factors name no type, and neither do old files.
         kind = "longrope" if is_scaled else "linear" if factor != 1.0 else "default"
     scaling: dict[str, Any] = {}
     if kind == "longrope" and is_scaled:
@@ -286,7 +285,7 @@ def _rotation(
         if family.latents is None:
             scaling["attention_factor"] = attention * _magnitude(factor, 1.0) / _magnitude(factor, damping)
         elif log_multiplier := settings.number("rope.scaling.yarn_log_multiplier", 0.0):
-            # Of scores alone: that of rotated values and its inverse make 1.
+            # The factor only applies to scores: that of rotated values cancels with its inverse.
             scaling["mscale"] = scaling["mscale_all_dim"] = round(log_multiplier / 0.1, 6)
     if (is_scaled or kind == "longrope") and "long_factor" not in scaling:
         raise settings.refusal("rope.scaling.type", kind)
@@ -304,14 +303,14 @@ def _rotation(
 
 
 def _magnitude(factor: float, scale: float) -> float:
-    """Return what YaRN multiplies rotated values by, for positions that are `factor` times the trained ones."""
+    """Return YaRN's factor of rotated values (arXiv:2309.00071), for `factor` times the trained positions."""
     return 0.1 * scale * math.log(factor) + 1.0 if factor > 1.0 else 1.0
 
 
 def _long_rotation(file: GgufFile, factors: dict[str, list[float]], trained: int, context: int) -> dict[str, Any]:
-    """Return parameters of the scaling by factors, which transformers calls "longrope".
+    """Return the parameters of scaling by factors, which transformers calls "longrope".
 
-    Llama 3's factors hold at any length: they are those of any context up to the model's own, and of longer ones.
+    Llama 3's factors apply at any length, so they serve as both the short and the long factors.
     """
     if FREQUENCY_FACTORS in factors:
         short = long = factors[FREQUENCY_FACTORS]
@@ -329,10 +328,12 @@ def _long_rotation(file: GgufFile, factors: dict[str, list[float]], trained: int
 
 
 def _rotated_share(file: GgufFile, width: int) -> float:
-    """Return which share of the pairs of a head is rotated: the first ones, whose factor is 1."""
+    """Return the share of a head's pairs that is rotated: the first ones, whose factor is 1."""
     factors = _factors(file, FREQUENCY_FACTORS, width)
     n_rotated = factors.count(1.0)
-    if any(factor != 1.0 for factor in factors[:n_rotated]) or any(one < UNBOUNDED for one in factors[n_rotated:]):
+    if any(factor != 1.0 for factor in factors[:n_rotated]) or any(
+        factor < UNBOUNDED for factor in factors[n_rotated:]
+    ):
         raise UnsupportedModel(
             f"{FREQUENCY_FACTORS} in {file.path} has factors between those of pairs that are rotated and of those that"
             " are not: use the model's hub id"
@@ -356,9 +357,9 @@ def _factors(file: GgufFile, name: str, width: int) -> list[float]:
 
 
 def _windows(settings: OwnSettings, family: Family, form: GgufForm, n_layers: int, n_further: int) -> dict[str, Any]:
-    """Return the window and, where it differs by layer, the layers' types; without one all see everything before.
+    """Return the config's fields for the window and, if it differs by layer, the layers' types.
 
-    Args: n_further: layers of a file after the model's own.
+    Args: n_further: number of layers in the file after the model's own.
     """
     if family.sliding == "none":
         return {}
@@ -374,7 +375,7 @@ def _windows(settings: OwnSettings, family: Family, form: GgufForm, n_layers: in
         if window is not None:
             raise settings.refusal(WINDOW, window)
         pattern = False
-    if isinstance(pattern, bool):  # All layers of a list said the same.
+    if isinstance(pattern, bool):  # `take` returns one value if all layers have the same.
         pattern = [pattern] * n_layers
     if isinstance(pattern, int):
         pattern = [pattern == 0 or layer % pattern < pattern - 1 for layer in range(n_layers)]
@@ -390,25 +391,25 @@ def _windows(settings: OwnSettings, family: Family, form: GgufForm, n_layers: in
 
 
 def layer_numbers(file: GgufFile, name: str, n_layers: int) -> list[float]:
-    """Return a setting, by its full name, that has a number for each layer, or one for all.
+    """Return each layer's number in a setting (full name), which has a number for each layer or one for all.
 
-    Raises: ModelNotFound: it has not.
+    Raises: ModelNotFound: the setting has other values, or is missing.
     """
-    given = file.settings.get(name)
-    numbers: list[Any] = given if isinstance(given, list) else [given] * n_layers
-    are_numbers = all(isinstance(one, int | float) and math.isfinite(one) for one in numbers)
+    setting = file.settings.get(name)
+    numbers: list[Any] = setting if isinstance(setting, list) else [setting] * n_layers
+    are_numbers = all(isinstance(number, int | float) and math.isfinite(number) for number in numbers)
     if len(numbers) != n_layers or not are_numbers:
         raise ModelNotFound(
-            f"{file.path} has the setting {name} = {shown(given)}, and needs a number for each of {n_layers} layers:"
+            f"{file.path} has the setting {name} = {shown(setting)}, and needs a number for each of {n_layers} layers:"
             " download it again"
         )
     return [float(number) for number in numbers]
 
 
 def token_ids(file: GgufFile) -> dict[str, int | None]:
-    """Return the ids of special tokens, by transformers' names; None where the file names none.
+    """Return the ids of special tokens by transformers' names; None: the file does not name it.
 
-    Raises: ModelNotFound: one is no token of the file.
+    Raises: ModelNotFound: an id is not that of a token.
     """
     usual = SENTENCEPIECE if file.settings.get("tokenizer.ggml.model") == "llama" else {}
     given = {name: file.settings.get(key, usual.get(name)) for name, key in IDS.items()}
@@ -423,7 +424,7 @@ def token_ids(file: GgufFile) -> dict[str, int | None]:
 
 
 def ends_of(file: GgufFile) -> int | list[int] | None:
-    """Return the tokens that end a text or a turn, of which the key of the end names only one."""
+    """Return the tokens that end a text or a turn; the setting for the end of a text names only one of them."""
     tokens, template = file.settings["tokenizer.ggml.tokens"], str(file.settings.get("tokenizer.chat_template"))
     listed = file.settings.get(OLLAMA_ENDS)
     ids = [token_ids(file)["eos_token_id"], *(file.settings.get(key) for key in TURN_KEYS)]

@@ -1,4 +1,4 @@
-"""Makes tensors of a GGUF file from others: some rows, a half, several as one; and gives their numbers."""
+"""Slices, joins and de-quantises tensors of a GGUF file."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ FLOAT32 = next(kind for kind, (name, _, _) in TYPES.items() if name == "F32")
 
 
 def rows_between(tensor: FileTensor, first: int, last: int, shape: tuple[int, ...]) -> FileTensor:
-    """Return some rows of a tensor as one of a shape."""
+    """Return rows first … last - 1 of a tensor, as a tensor of a shape."""
     row_bytes = tensor.data.nbytes // tensor.shape[0]
     return replace(tensor, shape=shape, data=tensor.data[first * row_bytes : last * row_bytes])
 
 
 def taken_rows(tensor: FileTensor, rows: Tensor, path: Path) -> FileTensor:
-    """Return a tensor of some rows of another. Raises: ModelNotFound: it has too few."""
+    """Return a tensor of some rows of another. Raises: ModelNotFound: it has too few rows."""
     if len(tensor.shape) != 2 or int(rows.max()) >= tensor.shape[0]:
         check_shape(path, tensor, (int(rows.max()) + 1, *tensor.shape[1:]), tensor.shape)
     data = tensor.data.reshape(tensor.shape[0], -1)[rows.numpy()].reshape(-1)
@@ -34,7 +34,7 @@ def taken_rows(tensor: FileTensor, rows: Tensor, path: Path) -> FileTensor:
 
 
 def halves_of(joint: FileTensor) -> dict[str, FileTensor]:
-    """Return the gates and the other halves of experts' maps that lie together."""
+    """Split a tensor with the gate and up maps of experts into the two."""
     n_experts, n_both, n_in = joint.shape
     halves = joint.data.reshape(n_experts, 2, -1)
     shape = n_experts, n_both // 2, n_in
@@ -43,10 +43,7 @@ def halves_of(joint: FileTensor) -> dict[str, FileTensor]:
 
 
 def joined(tensors: list[FileTensor], path: Path) -> FileTensor:
-    """Return tensors of one shape as one, the rows of each behind those of the one before.
-
-    Where they are of different types, the result is in float32.
-    """
+    """Concatenate the rows of tensors; if their types differ, the result is float32."""
     first = tensors[0]
     if len(tensors) == 1:
         return first
@@ -61,7 +58,7 @@ def joined(tensors: list[FileTensor], path: Path) -> FileTensor:
 
 
 def row_reader(tensor: FileTensor) -> RowReader:
-    """Return what reads rows of a tensor from the mapped file, and de-quantises them."""
+    """Return a function that reads rows of a tensor from the mapped file and de-quantises them."""
     n_rows, width = tensor.shape
     whole = tensor.data.reshape(n_rows, -1)
 
@@ -80,7 +77,7 @@ def check_shape(path: Path, tensor: FileTensor, expected: tuple[int, ...], shape
 
 
 def numbers(tensor: FileTensor) -> Tensor:
-    """Return the values of a tensor as the file means them: float32, of its shape."""
+    """De-quantise a tensor to float32."""
     import gguf
 
     name = tensor.type_name

@@ -1,8 +1,8 @@
-"""Makes a tokenizer of a GGUF file's settings, as files that transformers and the `tokenizers` library read.
+"""Writes the tokenizer in a GGUF file's settings as files that transformers and the `tokenizers` library read.
 
-Texts become tokens as in llama.cpp. Byte-level BPE ("gpt2") has its merges in the file, and a named way to cut texts
-into words. SentencePiece ("llama") has scores: two neighbours are merged where the file has their text as a token, the
-best score first. Gemma 4 ("gemma4") has pieces of the second kind, and merges as the first has them.
+Texts become tokens as in llama.cpp. For byte-level BPE ("gpt2"), the file has merges, and the name of a way to split
+texts into words. For SentencePiece ("llama"), it has scores: two neighbours are merged if their joined text is a token,
+the best score first. Gemma 4 ("gemma4") has pieces like SentencePiece's, and merges like BPE's.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from .gguf_settings import token_ids
 
 PREFIX = "tokenizer.ggml."
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # Token type numbers of the GGUF format.
-ADDED = (UNKNOWN, CONTROL, USER_DEFINED)  # Tokens that are found whole in a text.
+ADDED = (UNKNOWN, CONTROL, USER_DEFINED)  # Types of tokens that are matched in a text before it is split.
 # Phi-3's control tokens that do not swallow the spaces after them.
 KEEPS_SPACES = ("<unk>", "<s>", "<|endoftext|>")
-SPACE = "▁"  # How SentencePiece writes a space.
-MERGED_PIECES = "gemma4"  # A kind of tokenizer in llama.cpp's files, and in Ollama's a way to cut texts into words.
-LINES = r"[^\n]+|\n+"  # What its merges go on in: a line, or the ends of several.
-# How texts are cut into words, as in the models' own tokenizers: regular expressions, each applied to what the one
-# before left together. GPT-2's is built into `tokenizers`, where it is the last.
+SPACE = "▁"  # SentencePiece's character for a space.
+MERGED_PIECES = "gemma4"  # In llama.cpp's files a kind of tokenizer, and in Ollama's a way to split texts into words.
+LINES = r"[^\n]+|\n+"  # Its words, within which tokens are merged: a line, or several line ends.
+# How the models' own tokenizers split texts into words: regular expressions, each applied to the pieces that the one
+# before leaves. GPT-2's expression is built into `tokenizers`, and then comes last.
 GPT2 = "built in"
 DIGIT, DIGITS = r"\p{N}", r"\p{N}{1,3}"
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
@@ -58,9 +58,9 @@ DEEPSEEK_CODER = (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-퟿
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """A way to cut texts into words, by expressions.
+    """A way to split texts into words by regular expressions.
 
-    `whole`: a word that is a token becomes that token, whatever its merges. `bos`: prompts begin with a token for that.
+    `whole`: a word that is a token becomes that token without merges. `bos`: prompts begin with the token for that.
     """
 
     expressions: tuple[str, ...]
@@ -110,10 +110,10 @@ SPLITS: dict[str, Split] = {
 
 
 def write_tokenizer(file: GgufFile, folder: Path) -> None:
-    """Write tokenizer.json, tokenizer_config.json and, where the file has one, the chat template.
+    """Write tokenizer.json, tokenizer_config.json and, if the file has one, the chat template.
 
-    Raises: UnsupportedModel: its kind of tokenizer, or its way to cut texts, is not known. ModelNotFound: the settings
-            of the tokenizer are damaged.
+    Raises: UnsupportedModel: the kind of tokenizer, or its way to split texts, is not supported. ModelNotFound: the
+            tokenizer's settings are damaged.
     """
     settings = {key.removeprefix(PREFIX): value for key, value in file.settings.items() if key.startswith(PREFIX)}
     texts, types = _texts(file, settings, "tokens"), settings.get("token_type")
@@ -149,7 +149,7 @@ def write_tokenizer(file: GgufFile, folder: Path) -> None:
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,
         **{name: names.get(name) for name in ("bos_token", "eos_token", "unk_token", "pad_token")},
-        # Without these, transformers reads the whole of tokenizer.json once more for them.
+        # Without these entries, transformers reads all of tokenizer.json once more.
         "added_tokens_decoder": {
             str(token["id"]): {name: value for name, value in token.items() if name != "id"} for token in tokens
         },
@@ -186,9 +186,9 @@ def _texts(file: GgufFile, settings: Mapping[str, Any], name: str) -> list[str]:
 def _added(
     file: GgufFile, texts: Sequence[str], types: Sequence[int], names: Mapping[str, str]
 ) -> list[dict[str, Any]]:
-    """Return the tokens that are found whole in a text, as tokenizer.json lists them.
+    """Return the added tokens as tokenizer.json lists them.
 
-    Those of Phi-3 for control swallow the spaces after them. Only the model's name says so, as in llama.cpp.
+    Phi-3's control tokens swallow the spaces after them. As in llama.cpp, the model's name decides that.
     """
     model, special = str(file.settings.get("general.name", "")).lower(), {*names.values()}
     swallows = "phi-3" in model or "phi3" in model
@@ -208,7 +208,7 @@ def _added(
 
 
 def _frame(ids: Mapping[str, int], before: str | None, after: str | None) -> dict[str, Any]:
-    """Return tokenizer.json's rule for the tokens around a text, or around each of two."""
+    """Return tokenizer.json's post-processor, which adds tokens before and after a text, or each of two texts."""
 
     def around(text: str, type_id: int) -> list[dict[str, Any]]:
         parts = [(before, "SpecialToken"), (text, "Sequence"), (after, "SpecialToken")]
@@ -225,7 +225,7 @@ def _frame(ids: Mapping[str, int], before: str | None, after: str | None) -> dic
 
 
 def _bpe(ids: Mapping[str, int], merges: Sequence[Any], **values: Any) -> dict[str, Any]:
-    """Return a model of BPE as tokenizer.json has it; `merges`: "left right", or pairs of these."""
+    """Return tokenizer.json's BPE model. Args: merges: texts "left right", or pairs."""
     usual: dict[str, Any] = {
         "dropout": None,
         "unk_token": None,
@@ -237,7 +237,7 @@ def _bpe(ids: Mapping[str, int], merges: Sequence[Any], **values: Any) -> dict[s
 
 
 def _byte_level(file: GgufFile, settings: Mapping[str, Any], ids: Mapping[str, int]) -> tuple[dict[str, Any], bool]:
-    """Return the parts of tokenizer.json, and whether texts begin with a token where the file does not say."""
+    """Return the parts of tokenizer.json, and whether texts begin with a token by default."""
     name = settings.get("pre", "default")
     if name not in SPLITS:
         raise UnsupportedModel(
@@ -273,7 +273,7 @@ def _sentencepiece(
 def _pieces(
     settings: Mapping[str, Any], ids: Mapping[str, int], merges: Sequence[Any], has_prefix: bool
 ) -> dict[str, Any]:
-    """Return the parts of tokenizer.json of tokens that are pieces of texts, with bytes for what none of them has.
+    """Return the parts of tokenizer.json for tokens that are pieces of text, with byte tokens for other text.
 
     Args: merges: as `_bpe`. has_prefix: texts begin with a space.
     """
@@ -294,9 +294,9 @@ def _pieces(
 
 
 def _merges(texts: Sequence[str], types: Sequence[int], scores: Sequence[float]) -> list[tuple[str, str]]:
-    """Return all pairs of tokens whose texts together are a token, the best score first.
+    """Return all pairs of tokens whose joined text is a token, the best score first.
 
-    Added tokens are left out: none of their texts is left in a text that is to be merged.
+    Added tokens are left out, because they are matched before texts are merged.
     """
     merged = {text: -score for text, kind, score in zip(texts, types, scores, strict=True) if kind not in ADDED}
     return [

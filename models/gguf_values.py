@@ -1,4 +1,4 @@
-"""The settings of a GGUF file's architecture, read one by one: whoever takes none of them is told what was left."""
+"""The settings of a GGUF file's architecture: they are taken one by one, and unused ones are refused at the end."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from .gguf_reader import GgufFile
 
 KV_HEADS, MLP_WIDTH = "attention.head_count_kv", "feed_forward_length"
 PATTERN = "attention.sliding_window_pattern"
-MOST = 1 << 31  # Larger counts are refused before anything is made of that size.
-# Settings without a config field, and their values that do not change what the model computes; None: no value does.
+MOST = 1 << 31  # Larger counts are refused before memory of that size is requested.
+# Settings without a config field, and the values that do not change what the model computes (None: any value).
 NEUTRAL: dict[str, tuple[Any, ...] | None] = {
     **dict.fromkeys(("tensor_data_layout", "rope.scaling.finetuned")),
     "attention.causal": (True,),
@@ -20,26 +20,26 @@ NEUTRAL: dict[str, tuple[Any, ...] | None] = {
     **dict.fromkeys(("logit_scale", "embedding_scale", "residual_scale"), (0.0, 1.0)),
 }
 NOTHING = (0, False, "", "none")
-ENCODERS = ("vision.", "audio.", "mm.")  # How the names of settings of parts for images and audio begin.
+ENCODERS = ("vision.", "audio.", "mm.")  # Prefixes of the settings of encoders of images and audio.
 
 
 class OwnSettings:
-    """An architecture's settings, by name without its prefix; those that nothing takes are left."""
+    """An architecture's settings by name without its prefix; it records which ones have not been taken."""
 
     def __init__(self, file: GgufFile) -> None:
         self.path, self._given = file.path, file.own_settings()
         self._left = dict.fromkeys(self._given)
 
     def take(self, name: str, default: Any = None) -> Any:
-        """Return a setting; of values by layer the one that all layers share."""
+        """Return a setting; if it has a value for each layer and all are equal, return that value."""
         self._left.pop(name, None)
-        given = self._given.get(name, default)
-        return given[0] if isinstance(given, list) and given and given == given[:1] * len(given) else given
+        value = self._given.get(name, default)
+        return value[0] if isinstance(value, list) and value and value == value[:1] * len(value) else value
 
     def number(self, name: str, default: Any = None) -> Any:
-        """Return a setting that is a number; a whole one if `default` is.
+        """Return a setting that is a number; an integer if `default` is one.
 
-        Raises: UnsupportedModel: it differs by layer. ModelNotFound: it is none.
+        Raises: UnsupportedModel: it differs by layer. ModelNotFound: it is not a number.
         """
         value = self.take(name, default)
         if isinstance(value, list):
@@ -50,7 +50,7 @@ class OwnSettings:
         return value
 
     def size(self, name: str, default: int | None = None) -> int:
-        """Return a setting that is a whole number above 0.
+        """Return a setting that is a positive integer.
 
         Raises: as `number`; ModelNotFound: it is missing.
         """
@@ -60,42 +60,42 @@ class OwnSettings:
         return value
 
     def layers_without(self, name: str, n_layers: int, n_further: int = 0) -> list[bool]:
-        """Return which layers have 0 of a setting that lists numbers by layer; the setting then is that of the others.
+        """Return which layers have 0 in a setting with a number for each layer; it then becomes the others' number.
 
-        Args:   n_further: layers of a file behind the model's own.
-        Raises: UnsupportedModel: it is not one number for each layer.
+        Args:   n_further: number of layers in the file after the model's own.
+        Raises: UnsupportedModel: the list has another length, or all its numbers are 0.
         """
-        given = self._given.get(name)
-        if not isinstance(given, list):
+        values = self._given.get(name)
+        if not isinstance(values, list):
             return [False] * n_layers
-        by_layer = given[:n_layers]
+        by_layer = values[:n_layers]
         others = [value for value in by_layer if value]
-        if len(given) not in (n_layers, n_layers + n_further) or not others:
-            raise self.refusal(name, given)
+        if len(values) not in (n_layers, n_layers + n_further) or not others:
+            raise self.refusal(name, values)
         self._given[name] = others
         return [not value for value in by_layer]
 
     def listed(self, name: str) -> Any:
-        """Return a setting as the file has it: a list also where all layers share a value."""
+        """Return a setting as the file has it, without reducing a list of equal values."""
         self._left.pop(name, None)
         return self._given.get(name)
 
     def of_layers(self, name: str, n_layers: int) -> list[int]:
-        """Return a setting's whole numbers above 0 by layer; the setting then is that of the first layer.
+        """Return a setting's positive integer for each layer; the setting then becomes the first layer's.
 
-        Raises: UnsupportedModel: it is neither one for all layers, nor one for each.
+        Raises: UnsupportedModel: it is neither one number for all layers, nor one for each.
         """
-        given = self.listed(name)
-        numbers: list[Any] = given if isinstance(given, list) else [given] * n_layers
+        values = self.listed(name)
+        numbers: list[Any] = values if isinstance(values, list) else [values] * n_layers
         if len(numbers) != n_layers or not all(type(number) is int and 0 < number < MOST for number in numbers):
-            raise self.refusal(name, given)
+            raise self.refusal(name, values)
         self._given[name] = numbers[0]
         return numbers
 
     def choice(self, name: str, values: Mapping[Any, Any]) -> Any:
-        """Return the value of a config's field for a setting.
+        """Translate a setting to the value of a config's field.
 
-        Raises: UnsupportedModel: there is none for the setting's value.
+        Raises: UnsupportedModel: the setting has another value than those in `values`.
         """
         value = self.take(name)
         if isinstance(value, list) or value not in values:
@@ -109,7 +109,7 @@ class OwnSettings:
         )
 
     def refuse_left(self, form: GgufForm) -> None:
-        """Raises: UnsupportedModel: a setting was not taken, and changes what the model computes."""
+        """Raises: UnsupportedModel: a setting was not taken, and may change what the model computes."""
         for name in list(self._left):
             if name.startswith(ENCODERS):
                 continue

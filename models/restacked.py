@@ -1,9 +1,9 @@
 """Writes a layer set as a checkpoint with fewer layers, for engines that cannot skip sub-layers.
 
-A sub-layer carries its own norm and adds to the residual stream, so layer i's attention followed by layer j's MLP is an
-ordinary decoder layer. Where what a set leaves alternates attention, MLP, attention, MLP, …, it is a whole model. The
-checkpoint computes what the set computes on its own keys and values; drafting here, a set reads the target's. An
-engine with layers of one half (vLLM's DeciLM: `no_op`) loads other sets, too.
+A sub-layer has its own norm and adds to the residual stream, so layer i's attention followed by layer j's MLP is an
+ordinary decoder layer. If the kept sub-layers alternate (attention, MLP, attention, MLP, …), they form a complete
+model. The checkpoint reads its own keys and values; in swiftopt's drafts, a set reads the target's. Engines that
+support layers with only one half (vLLM's DeciLM: `no_op`) can load any set.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ NO_OPS_FIELDS = (
 
 
 def pairs_of(layer_set: LayerSet, parallel: bool = False, no_ops: bool = False) -> tuple[Pair, ...]:
-    """Return the layers of the new checkpoint, in order, that hold the sub-layers which the set keeps.
+    """Return the layers of the new checkpoint, in order, made of the sub-layers that the set keeps.
 
-    Args:   parallel: a layer's attention and MLP read the same residual, so that both have to stay together.
-            no_ops: a layer may lack one half. The first must have attention: DeciLM cannot begin without.
-    Raises: LayerSetError: what is left does not alternate, is nothing or, of a parallel model, splits a layer; with
-            `no_ops` only that it is nothing or begins with an MLP.
+    Args:   parallel: a layer's attention and MLP read the same residual, so they must stay together.
+            no_ops: a layer may lack one half; but the first must have attention, because DeciLM requires it.
+    Raises: LayerSetError: the set keeps nothing, or its sub-layers do not alternate, or it splits a layer of a parallel
+            model. With `no_ops`: it keeps nothing, or begins with an MLP.
     """
     if parallel:
         split = sorted(layer_set.skip_attn ^ layer_set.skip_mlp)
@@ -89,17 +89,17 @@ def pairs_of(layer_set: LayerSet, parallel: bool = False, no_ops: bool = False) 
 
 
 def nearest(layer_set: LayerSet, parallel: bool = False, most: int = MOST_NEAREST) -> tuple[LayerSet, ...]:
-    """Return the sets that `pairs_of` takes with the fewest sub-layers changed, at most `most` of them.
+    """Return up to `most` sets that `pairs_of` accepts, with the fewest changes from a set.
 
-    A change leaves out one more sub-layer, or takes one back. At equal distance those come first that keep the earliest
-    sub-layer in which they differ. A set that alternates is its own nearest.
+    A change skips one more sub-layer, or keeps one that was skipped. Among sets of equal distance, those that keep the
+    earliest sub-layer in which they differ come first. An alternating set is its own nearest.
     """
     steps: list[tuple[SubLayer, ...]] = [(sub,) for sub in _sub_layers(layer_set.n_layers)]
     if parallel:
         steps = [(("attn", layer), ("mlp", layer)) for layer in range(layer_set.n_layers)]
 
     def choices(step: int, state: str) -> Iterator[tuple[bool, str, int]]:
-        """Yield whether the step's sub-layers are kept, the state after them, and the changes that makes."""
+        """Yield for each choice whether the step's sub-layers are kept, the state after it, and its changes."""
         here = steps[step]
         n_kept = sum(not layer_set.skips(*sub) for sub in here)
         if parallel:
@@ -108,7 +108,7 @@ def nearest(layer_set: LayerSet, parallel: bool = False, most: int = MOST_NEARES
             yield True, "mlp next" if here[0][0] == "attn" else "attn next", 1 - n_kept
         yield False, state, n_kept
 
-    # Per step: the fewest changes from there to the end, by state.
+    # For each step, by state: the fewest changes from there to the end.
     least: list[dict[str, float]] = [{"attn next": 0.0}]
     for step in reversed(range(len(steps))):
         behind = least[0]
@@ -127,7 +127,7 @@ def nearest(layer_set: LayerSet, parallel: bool = False, most: int = MOST_NEARES
 
 
 def distance(one: LayerSet, other: LayerSet) -> int:
-    """Return the number of sub-layers that one set leaves out and the other does not."""
+    """Return the number of sub-layers that only one of two sets skips."""
     return len(one.skip_attn ^ other.skip_attn) + len(one.skip_mlp ^ other.skip_mlp)
 
 
@@ -148,9 +148,9 @@ def check_restackable(config: Any) -> None:
 
 
 def takes_no_ops(folder: Path) -> bool:
-    """Return whether vLLM's DeciLM computes a saved model's layers.
+    """Return whether vLLM's DeciLM can compute a saved model's layers.
 
-    A model that names its own code is left out: --trust-remote-code, which the draft needs, would run that, too.
+    False for a model that has its own code: --trust-remote-code, which the draft needs, would also run that code.
 
     Raises: as `supported_config`.
     """
@@ -165,7 +165,7 @@ def takes_no_ops(folder: Path) -> bool:
 
 
 def has_no_ops(checkpoint: Path) -> bool:
-    """Return whether a checkpoint has layers without attention or MLP, and its config code is exactly swiftopt's."""
+    """Return whether a checkpoint has layers without attention or MLP, and exactly swiftopt's config code."""
     try:
         code, config = (checkpoint / NO_OPS_CODE.name).read_bytes(), (checkpoint / "config.json").read_bytes()
         return code == NO_OPS_CODE.read_bytes() and json.loads(config)["auto_map"] == NO_OPS_MAP
@@ -174,14 +174,14 @@ def has_no_ops(checkpoint: Path) -> bool:
 
 
 def write_restacked(folder: Path, pairs: Sequence[Pair], out: Path, formats: LayerSet | None = None) -> str | None:
-    """Write a saved model's checkpoint of those layers: config, weights in safetensors, and the tokenizer's files.
+    """Write a checkpoint of some layers of a saved model: config, weights in safetensors, and the tokenizer's files.
 
-    The tensors are the model's own, bit by bit, in the stored type, unless a sub-layer has fewer bits in `formats`: its
-    linear maps are then written as compressed-tensors (`models/coded.py`), embeddings and head as they are stored.
+    Tensors are copied bit by bit in their stored dtype. Linear maps of sub-layers that are quantised in `formats` are
+    written as compressed-tensors instead (`models/coded.py`).
 
-    Args:    folder: of a saved model. pairs: of `pairs_of`, with a half that is None only where `takes_no_ops`.
+    Args:    folder: of a saved model. pairs: as `pairs_of` returns them; a half may be None only if `takes_no_ops`.
              out: an empty folder.
-    Returns: how those linear maps are rounded; None: none is.
+    Returns: the form of the quantised maps in words; None: no map is quantised.
     Raises: UnsupportedModel: something in the model depends on a layer's index, or a tensor is of neither sub-layer.
             ModelNotFound: the folder cannot be read. OSError: `out` cannot be written.
     """
@@ -215,13 +215,13 @@ def write_restacked(folder: Path, pairs: Sequence[Pair], out: Path, formats: Lay
 
 
 def takes_fewer_bits(folder: Path) -> bool:
-    """Whether the model's linear maps can be written in fewer bits: they are maps of (out, in), and not coded yet."""
+    """Whether the model's linear maps can be quantised: they are stored as (out, in), and not quantised already."""
     model_type, scheme = supported_type(folder)
     return scheme is None and not FAMILIES[model_type].transposed
 
 
 def _text_settings(config: Any) -> dict[str, Any]:
-    """Return what the config.json of a text part on its own says."""
+    """Return the content of a config.json for a text part alone."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]
@@ -244,7 +244,7 @@ def _shortened(config: Mapping[str, Any], n_layers: int) -> dict[str, Any]:
 def _with_no_ops(config: Any, pairs: Sequence[Pair]) -> dict[str, Any]:
     """Return the config of vLLM's DeciLM with these layers.
 
-    It names every value that DeciLM reads: defaults differ by model type.
+    It has every value that DeciLM reads, because defaults differ between model types.
     """
     settings, group = config.to_dict(), config.num_attention_heads // config.num_key_value_heads
     bias = FAMILIES[config.model_type].decilm_bias
@@ -267,7 +267,7 @@ def _with_no_ops(config: Any, pairs: Sequence[Pair]) -> dict[str, Any]:
 
 
 class _Placed(NamedTuple):
-    """A tensor of the new checkpoint: its name, that of the stored one, and the sub-layer that it comes from."""
+    """A tensor of the new checkpoint: its new name, its stored name, and its sub-layer."""
 
     new: str
     stored: str
@@ -308,7 +308,7 @@ def _values(
 
 
 def _write_tensors(values: Iterator[tuple[str, Tensor]], out: Path) -> None:
-    """Write one file, or as many as it takes and their index where they are larger than SHARD_BYTES."""
+    """Write tensors to one file, or, if they exceed SHARD_BYTES, to several files with an index."""
     from safetensors.torch import save_file
 
     files: list[list[str]] = []

@@ -38,11 +38,13 @@ EIGHT = 8  # Group sizes must be multiples of 8.
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
-    """How linear maps are stored. `group`: inputs that share a scale, None for all of a row.
+    """How a checkpoint's linear maps are quantised.
 
-    `symmetric`: compressed-tensors then stores no zeros. `minus_one`: GPTQ's first format stores zeros less one.
-    `rows`: outputs that share a scale in 8-bit floats, None for all. `kind`: of bitsandbytes' codes, which know their
-    scales themselves.
+    group: number of inputs that share a scale (None: all inputs of a row).
+    symmetric: compressed-tensors stores no zeros then.
+    minus_one: stored zeros are one less than the real ones, as in GPTQ's first format.
+    rows: for 8-bit floats, number of outputs that share a scale (None: all).
+    kind: type of bitsandbytes' codes; that library stores their scales.
     """
 
     format: CheckpointFormat
@@ -55,7 +57,7 @@ class Scheme:
 
     @property
     def is_float(self) -> bool:
-        """Whether codes are 8-bit floats: no kernel here supports them, so the maps are de-quantised when loaded."""
+        """Whether codes are 8-bit floats; such maps are de-quantised when loaded, because no kernel supports them."""
         return self.format in ("float-quantized", "fp8")
 
     @property
@@ -70,9 +72,10 @@ class Scheme:
 
 
 def scheme_in(config: Mapping[str, Any], path: Path) -> Scheme | None:
-    """Return how a config's linear maps are quantised; None where they are not.
+    """Return how a model's linear maps are quantised, according to its config; None: they are not.
 
-    Raises: UnsupportedModel: in a way that is not read here. `path`: of the config, for its sentence.
+    Args:   path: the config's, for messages.
+    Raises: UnsupportedModel: the quantisation is not supported.
     """
     section = next((config[key] for key in CONFIG_KEYS if config.get(key) is not None), None)
     if section is None:
@@ -98,43 +101,49 @@ def scheme_in(config: Mapping[str, Any], path: Path) -> Scheme | None:
 
 
 class _Refused(Exception):
-    """The quantisation is not supported; the message says what."""
+    """The quantisation is not supported; the message says which part of it."""
 
 
 def _group(size: Any) -> int | None:
     return None if size is None or int(size) == -1 else int(size)
 
 
-def _gptq(found: Mapping[str, Any]) -> Scheme:
-    stored = found.get("checkpoint_format") or found.get("format") or "gptq"
+def _gptq(quantization: Mapping[str, Any]) -> Scheme:
+    stored = quantization.get("checkpoint_format") or quantization.get("format") or "gptq"
     if stored not in ("gptq", "gptq_v2"):
         raise _Refused(f"the GPTQ format {stored!r}")
-    if found.get("pack_dtype", "int32") != "int32":
-        raise _Refused(f"GPTQ codes packed in {found['pack_dtype']}")
-    return Scheme("gptq", int(found["bits"]), _group(found["group_size"]), minus_one=stored == "gptq")
+    if quantization.get("pack_dtype", "int32") != "int32":
+        raise _Refused(f"GPTQ codes packed in {quantization['pack_dtype']}")
+    return Scheme("gptq", int(quantization["bits"]), _group(quantization["group_size"]), minus_one=stored == "gptq")
 
 
-def _awq(found: Mapping[str, Any]) -> Scheme:
-    version = str(found.get("version") or found.get("checkpoint_format") or found.get("format") or "gemm").lower()
+def _awq(quantization: Mapping[str, Any]) -> Scheme:
+    version = str(
+        quantization.get("version") or quantization.get("checkpoint_format") or quantization.get("format") or "gemm"
+    ).lower()
     if version != "gemm":
         raise _Refused(f"the AWQ version {version!r}")
-    bits = found["bits"] if "bits" in found else found["w_bit"]
-    return Scheme("awq", int(bits), _group(found["group_size"] if "group_size" in found else found["q_group_size"]))
+    bits = quantization["bits"] if "bits" in quantization else quantization["w_bit"]
+    return Scheme(
+        "awq",
+        int(bits),
+        _group(quantization["group_size"] if "group_size" in quantization else quantization["q_group_size"]),
+    )
 
 
-def _compressed_tensors(found: Mapping[str, Any]) -> Scheme:
-    groups = list(found["config_groups"].values())
+def _compressed_tensors(quantization: Mapping[str, Any]) -> Scheme:
+    groups = list(quantization["config_groups"].values())
     ways = [group["weights"] for group in groups]
     if not ways or any(way != ways[0] for way in ways):
         raise _Refused(f"{len(ways)} ways to quantise weights")
     activations = next((group["input_activations"] for group in groups if group.get("input_activations")), None)
-    stored, weights = str(groups[0].get("format") or found.get("format")), ways[0]
-    # DEVIATION: activations that a float-quantized checkpoint rounds to 8 bits as they come stay in the model's dtype.
+    stored, weights = str(groups[0].get("format") or quantization.get("format")), ways[0]
+    # DEVIATION: a float-quantized checkpoint may round activations to 8 bits; here they keep the model's dtype.
     if activations and not (stored == "float-quantized" and activations.get("dynamic") is True):
         raise _Refused(f"activations of {activations.get('num_bits')} bits in compressed-tensors")
-    if (found.get("sparsity_config") or {}).get("format", "dense") != "dense":
+    if (quantization.get("sparsity_config") or {}).get("format", "dense") != "dense":
         raise _Refused("sparse weights in compressed-tensors")
-    transforms = (found.get("transform_config") or {}).get("config_groups") or {}
+    transforms = (quantization.get("transform_config") or {}).get("config_groups") or {}
     places = {place["location"] for transform in transforms.values() for place in transform["apply"]}
     # Transforms at weight_input and weight_output are already folded into the stored weights.
     if not places <= {"weight_input", "weight_output"}:
@@ -155,27 +164,27 @@ def _compressed_tensors(found: Mapping[str, Any]) -> Scheme:
 
 
 def _block(sizes: Any) -> tuple[int, int]:
-    """Outputs and inputs that share a scale; compressed-tensors also writes "128x128"."""
+    """Return the numbers of outputs and of inputs that share a scale; compressed-tensors also writes "128x128"."""
     rows, columns = sizes.split("x") if isinstance(sizes, str) else sizes
     return int(rows), int(columns)
 
 
-def _fp8(found: Mapping[str, Any]) -> Scheme:
-    # DEVIATION: the format rounds activations to 8 bits as they come; here they stay in the model's dtype.
+def _fp8(quantization: Mapping[str, Any]) -> Scheme:
+    # DEVIATION: the format rounds activations to 8 bits; here they keep the model's dtype.
     for key, allowed in (("activation_scheme", "dynamic"), ("fmt", "e4m3"), ("scale_fmt", "float")):
-        if (found.get(key) or allowed) != allowed:
-            raise _Refused(f"the {key} {found[key]!r} of fp8")
-    sizes = found.get("weight_block_size", (128, 128))
+        if (quantization.get(key) or allowed) != allowed:
+            raise _Refused(f"the {key} {quantization[key]!r} of fp8")
+    sizes = quantization.get("weight_block_size", (128, 128))
     rows, group = (None, None) if sizes is None else _block(sizes)
     return Scheme("fp8", 8, group, symmetric=True, rows=rows)
 
 
-def _bitsandbytes(found: Mapping[str, Any]) -> Scheme:
-    if found.get("load_in_8bit"):
+def _bitsandbytes(quantization: Mapping[str, Any]) -> Scheme:
+    if quantization.get("load_in_8bit"):
         return Scheme("bitsandbytes", 8, None, kind="int8")
-    if not found.get("load_in_4bit"):
+    if not quantization.get("load_in_4bit"):
         raise _Refused("neither 4 nor 8 bits in bitsandbytes")
-    kind = found.get("bnb_4bit_quant_type", "fp4")
+    kind = quantization.get("bnb_4bit_quant_type", "fp4")
     if kind not in ("nf4", "fp4"):
         raise _Refused(f"the bnb_4bit_quant_type {kind!r} of bitsandbytes")
     return Scheme("bitsandbytes", 4, None, kind=kind)
@@ -186,7 +195,7 @@ _SCHEME_READERS: dict[str, Callable[[Mapping[str, Any]], Scheme]] = {
     "awq": _awq,
     "compressed-tensors": _compressed_tensors,
     "fp8": _fp8,
-    "mxfp4": lambda found: Scheme("mxfp4", 4, 32, symmetric=True),
+    "mxfp4": lambda quantization: Scheme("mxfp4", 4, 32, symmetric=True),
     "bitsandbytes": _bitsandbytes,
-    "gguf": lambda found: Scheme("gguf", int(found["bits"]), None),
+    "gguf": lambda quantization: Scheme("gguf", int(quantization["bits"]), None),
 }

@@ -1,8 +1,8 @@
-"""Models of the most usual families as bare modules, for our kernels, without transformers' modeling code.
+"""Models of the most common families as bare modules, for our kernels, without transformers' modeling code.
 
 Importing that code takes longer than reading a file of a gigabyte. Modules and parameters have transformers' names and
-shapes, and the modules that a runtime calls compute the same bits. What needs the whole model, such as `generate`, gets
-transformers' own, with these modules in it.
+shapes, and the modules that a runtime calls compute the same bits. Callers that need the whole model, for example its
+`generate`, get transformers' own, with these modules in it.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
     "silu": nn.SiLU,
     "gelu_pytorch_tanh": partial(nn.GELU, approximate="tanh"),
 }
-ROTATIONS = ("default", "linear", "llama3", "yarn")  # Those whose frequencies do not depend on a text's length.
-# By type of model: fields of the config that say whether queries, keys and values, the output, and the MLP have biases;
-# a constant where none does.
+ROTATIONS = ("default", "linear", "llama3", "yarn")  # Rotations whose frequencies do not depend on a text's length.
+# By model type, whether queries, keys and values, the output, and the MLP have biases: a field of the config, or a
+# constant.
 BIASES: dict[str, tuple[str | bool, str | bool, str | bool]] = {
     "llama": ("attention_bias", "attention_bias", "mlp_bias"),
     "mistral": (False, False, False),
@@ -33,14 +33,14 @@ GEMMA = ("gemma3_text",)
 
 
 class Linear(nn.Linear):
-    """A linear map whose weights come from a file: drawing random ones without memory imports torch's compiler."""
+    """A linear map without initial weights: initialising them on the meta device would import torch's compiler."""
 
     def reset_parameters(self) -> None:
         pass
 
 
 class Embedding(nn.Embedding):
-    """An embedding likewise."""
+    """An embedding without initial weights."""
 
     def reset_parameters(self) -> None:
         pass
@@ -61,7 +61,7 @@ class RmsNorm(nn.Module):
 
 
 class RmsNormPlusOne(RmsNorm):
-    """Gemma's norm: its weights are added to 1, and it is rounded once."""
+    """Gemma's norm: the factor is 1 + weight, and it is rounded once."""
 
     def forward(self, x: Tensor) -> Tensor:
         wide = x.float()
@@ -79,7 +79,7 @@ class ScaledEmbedding(Embedding):
 
 
 class Rotary(nn.Module):
-    """The tables of the rotary positions, by the type of a layer where the config has them by type."""
+    """Rotary tables, by layer type if the config has parameters by type."""
 
     def __init__(self, config: Any) -> None:
         from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -103,13 +103,13 @@ class Rotary(nn.Module):
 
 
 def by_layer_type(config: Any) -> dict[str, dict[str, Any]]:
-    """Return the settings of the rotary positions by the type of a layer; "" where all layers have the same."""
+    """Return the rotary parameters by layer type; the key is "" if all layers have the same."""
     rope: dict[str, Any] = config.rope_parameters
     return {name: rope[name] for name in set(config.layer_types)} if config.model_type in GEMMA else {"": rope}
 
 
 class BareMlp(nn.Module):
-    """Llama's MLP, gated."""
+    """Llama's gated MLP."""
 
     def __init__(self, n_hidden: int, n_inner: int, has_bias: bool, activation: str) -> None:
         super().__init__()
@@ -123,7 +123,7 @@ class BareMlp(nn.Module):
 
 
 class Skeleton(nn.Module):
-    """A causal language model of one of the types in `BIASES`; `config`: transformers'. Its weights have no memory."""
+    """A causal language model of a type in `BIASES`, with its weights on the meta device; `config`: transformers'."""
 
     def __init__(self, config: Any, dtype: torch.dtype) -> None:
         from transformers import GenerationConfig
@@ -168,14 +168,14 @@ class Skeleton(nn.Module):
         self.to(dtype)
         model.rotary_emb = Rotary(config)
         self.tie_weights()
-        self._whole: list[Any] = []  # Within a list, so that it is no module of this one.
+        self._whole: list[Any] = []  # In a list, so that torch does not register it as a submodule.
 
     def tie_weights(self) -> None:
         if self.config.tie_word_embeddings:
             self.lm_head.weight = self.model.get_submodule("embed_tokens").weight  # type: ignore[assignment]
 
     def whole(self) -> Any:
-        """Return transformers' model, made of these modules: it has the same weights, and no others."""
+        """Return transformers' model made of these modules; it shares their weights and has no others."""
         if not self._whole:
             from .quantised_checkpoints import without_weights
 
@@ -188,11 +188,11 @@ class Skeleton(nn.Module):
         return self._whole[0]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Compute the logits by transformers."""
+        """Compute logits with transformers' model."""
         return self.whole()(*args, **kwargs)
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """Decode by transformers."""
+        """Decode with transformers' model."""
         return self.whole().generate(*args, **kwargs)
 
     def get_input_embeddings(self) -> Any:

@@ -1,4 +1,4 @@
-"""Reads the tensors of a folder's safetensors files, one at a time, and what their headers say of them."""
+"""Reads a folder's safetensors files: their headers, and tensors one at a time."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ import torch
 from ..core.errors import ModelNotFound, SwiftoptError, first_line
 from .saved import naming, supported_type, weight_files
 
-# torch's names of safetensors' types of floating-point numbers that need no scale.
+# Plain floating-point types, which need no scale: safetensors' names and torch's.
 FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
 @dataclass(frozen=True, slots=True)
 class StoredShape:
-    """What a file's header says of a tensor; `sizes`: of its dimensions."""
+    """A tensor's entry in a file's header; `sizes` is its shape."""
 
     type_name: str
     sizes: tuple[int, ...]
@@ -36,18 +36,18 @@ class StoredShape:
 
     @property
     def is_plain(self) -> bool:
-        """Whether its values are floating-point numbers that need no scale."""
+        """Whether its values are floating-point numbers without a scale."""
         return self.type_name in FLOATS
 
 
 class StoredTensors:
-    """The tensors of a folder's safetensors files, by their names in the model that is loaded."""
+    """The tensors of a folder's safetensors files, by their names in the loaded model."""
 
     def __init__(self, places: Mapping[str, tuple[Any, str]]) -> None:
-        self._places = places  # An open file, and the name there.
+        self._places = places  # Name -> open file, and the name in it.
 
     def slices(self) -> dict[str, Any]:
-        """Return the tensors as safetensors' slices, of which nothing is read yet."""
+        """Return the tensors as safetensors' slices, which read nothing until they are indexed."""
         return {name: file.get_slice(stored) for name, (file, stored) in self._places.items()}
 
     def stored_shapes(self) -> dict[str, StoredShape]:
@@ -66,7 +66,7 @@ class StoredTensors:
 def stored_tensors(folder: Path, of_mtp: bool = False) -> Iterator[StoredTensors]:
     """Open a folder's safetensors files, to read their tensors one at a time.
 
-    Args:   of_mtp: those of the multi-token-prediction layer; see `saved.naming`.
+    Args:   of_mtp: the tensors of the multi-token-prediction layer, see `saved.naming`.
     Raises: ModelNotFound: the folder holds no such files, or a damaged one.
     """
     from safetensors import SafetensorError, safe_open
@@ -85,12 +85,12 @@ def stored_tensors(folder: Path, of_mtp: bool = False) -> Iterator[StoredTensors
 
 
 def dtype_in(shapes: Iterable[StoredShape]) -> torch.dtype:
-    """Return the dtype of the first of the tensors that are plain numbers; float32 where there is none."""
+    """Return the dtype of the first plain tensor; float32 if there is none."""
     return next((getattr(torch, FLOATS[shape.type_name]) for shape in shapes if shape.is_plain), torch.float32)
 
 
 def dtype_asked(folder: Path, config: Any, dtype: str) -> torch.dtype:
-    """Return the dtype that `models.loading.load` was asked for; "auto": the config's, or the stored tensors'."""
+    """Return the requested dtype of `models.loading.load`; for "auto", the config's, or else that of stored tensors."""
     if dtype != "auto":
         return cast(torch.dtype, getattr(torch, dtype))
     with stored_tensors(folder) as tensors:

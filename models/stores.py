@@ -1,6 +1,6 @@
-"""Models that other programs keep on this machine: Ollama's blobs, LM Studio's folders, the hub's cache.
+"""Models that other programs store on this machine: Ollama's blobs, LM Studio's folders, the hub's cache.
 
-A store is a row of `STORES`. Its models are opened where they lie: nothing is copied.
+A store is a row of `STORES`. Its models are opened in place: nothing is copied.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from .saved import has_tokenizer, is_complete, refuse_other_file, supported_type
 
 OLLAMA_MODEL = "application/vnd.ollama.image.model"  # The media type of a manifest's layer that is a GGUF file.
 OLLAMA_ADAPTER = "application/vnd.ollama.image.adapter"
-OLLAMA_DEFAULTS = ("registry.ollama.ai", "library")  # The registry and namespace that names leave out.
-PROJECTOR = "mmproj"  # Part of the file names of image encoders, which are no models of text.
+OLLAMA_DEFAULTS = ("registry.ollama.ai", "library")  # Registry and namespace of names without them.
+PROJECTOR = "mmproj"  # Part of the file names of image encoders, which are not language models.
 LATER_PART = re.compile(r"-(?!00001)\d{5}-of-\d{5}\.gguf$")
 _DIGEST = re.compile(r"sha256[:-]([0-9a-f]{64})")
 
@@ -29,8 +29,8 @@ _DIGEST = re.compile(r"sha256[:-]([0-9a-f]{64})")
 class StoredModel:
     """A model in a store. `name` opens it; `path` is its GGUF file (the first of a split one) or its folder.
 
-    `n_bytes` is the size of that file, or of the folder's weights. `problem` says in a sentence why it cannot be
-    opened, None where nothing is known against it.
+    `n_bytes` is the size of that file, or of the folder's weights. `problem` is a sentence on why the model cannot be
+    opened; None: no problem is known.
     """
 
     store: str
@@ -46,14 +46,14 @@ class StoredModel:
 
 @dataclass(frozen=True, slots=True)
 class ModelStore:
-    """A program's store: its title, the folders where it may be, and how one of them is read."""
+    """A program's store: its title, the folders where it may be, and the function that lists a folder's models."""
 
     title: str
     roots: Callable[[], list[Path]]
     read: Callable[[Path], Iterator[StoredModel]]
 
     def models(self) -> list[StoredModel]:
-        """Return its models by name; the first folder that has a name wins. A folder that cannot be read has none."""
+        """Return the store's models by name, each from the first folder that has it; unreadable folders are ignored."""
         models_by_name: dict[str, StoredModel] = {}
         for root in self.roots():
             try:
@@ -77,7 +77,8 @@ def _gguf(store: str, name: str, path: Path) -> StoredModel:
 
 def _ollama_roots() -> list[Path]:
     root = os.environ.get("OLLAMA_MODELS")
-    homes = Path.home() / ".ollama" / "models", Path("/usr/share/ollama/.ollama/models")  # The second: of its service.
+    # The second folder is that of Ollama's system service.
+    homes = Path.home() / ".ollama" / "models", Path("/usr/share/ollama/.ollama/models")
     return [*([Path(root).expanduser()] if root else []), *homes]
 
 
@@ -101,7 +102,7 @@ def _read_ollama(root: Path) -> Iterator[StoredModel]:
 def _ollama_blob(root: Path, manifest: Path) -> Path:
     """Return the GGUF file of a manifest.
 
-    Raises: ModelNotFound: the manifest is damaged, or its model is more or less than one GGUF file.
+    Raises: ModelNotFound: the manifest is damaged, or its model is not exactly one GGUF file.
     """
     try:
         layers = json.loads(manifest.read_text(encoding="utf-8"))["layers"]
@@ -161,12 +162,12 @@ def _read_hub(root: Path) -> Iterator[StoredModel]:
             if is_model and supported_type(snapshot):
                 n_bytes = sum(path.stat().st_size for path in snapshot.glob("*.safetensors"))
                 yield StoredModel("hub", hub_id, snapshot, n_bytes)
-        except (SwiftoptError, OSError):  # The cache also holds what is no model of text.
+        except (SwiftoptError, OSError):  # The cache also has repositories that are not language models.
             continue
 
 
 def _snapshot(repository: Path) -> Path | None:
-    """Return the folder of the repository's main branch, or else of the newest snapshot."""
+    """Return the snapshot folder of the repository's main branch, or else the newest snapshot."""
     folders = [path for path in repository.glob("snapshots/*") if path.is_dir()]
     main = repository / "refs" / "main"
     revision = main.read_text(encoding="utf-8").strip() if main.is_file() else ""
@@ -175,7 +176,7 @@ def _snapshot(repository: Path) -> Path | None:
 
 
 def hub_ggufs(hub_id: str) -> list[StoredModel]:
-    """Return the GGUF files of a hub model whose snapshot in the cache holds nothing else to load; else none."""
+    """Return the GGUF files of a hub model if its snapshot in the cache has no other weights; else []."""
     repositories = [root / f"models--{hub_id.replace('/', '--')}" for root in _hub_roots()]
     for repository in repositories:
         snapshot = _snapshot(repository) if repository.is_dir() else None
@@ -192,14 +193,14 @@ STORES: dict[str, ModelStore] = {
 
 
 def stored_models() -> list[StoredModel]:
-    """Return the models of all stores on this machine; nothing but manifests and first bytes of files is read."""
+    """Return the models of all stores on this machine; only manifests and the first bytes of files are read."""
     return [model for store in STORES.values() for model in store.models()]
 
 
 def find_stored(name: str) -> StoredModel | None:
-    """Return the model that a name such as ollama:llama3.2:1b means; None if the name is of no store.
+    """Return the model of a name such as ollama:llama3.2:1b; None: the name is not that of a store.
 
-    A tag "latest" may be left out, and so may the file's name in a folder of one file.
+    The tag "latest" may be omitted, and so may the file's name if a folder has only one file.
 
     Raises: ModelNotFound: the store has no such model, several, or one that cannot be opened.
     """
@@ -214,7 +215,7 @@ def find_stored(name: str) -> StoredModel | None:
 
 
 def only(name: str, found: list[StoredModel], store: ModelStore, models: list[StoredModel]) -> StoredModel:
-    """Return the one model that was found.
+    """Return the only model in `found`.
 
     Raises: ModelNotFound: there is none, several, or one that cannot be opened.
     """
