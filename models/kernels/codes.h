@@ -1,24 +1,27 @@
-// Codes of weights: how those of a block lie, what they stand for, and their products with the codes of a row.
+// Codes of weights: their layout in a block, the numbers that they stand for, and products with the codes of a row.
 //
-// A block has 16 outputs. Codes of 8 bits: for every 4 inputs a line of 64 bytes, output by output. Codes of 4 bits: for every
-// 8 inputs a line, the first 4 in the low halves. Codes of 6 bits: for every 16 inputs two such lines of their lower 4 bits,
-// and one of the upper 2, whose lowest bits are those of the first four inputs; codes of 5 bits: for every 32 inputs four
-// lines, and one of the upper bits.
+// A block has 16 outputs. A line is 64 bytes: four bytes for each output.
+// 8 bits: a line for every 4 inputs.
+// 4 bits: a line for every 8 inputs, the first 4 in the low halves of the bytes.
+// 6 bits: for every 16 inputs, two such lines with the low 4 bits, and one with the high 2 bits; its lowest bits are those of the
+//         first 4 inputs.
+// 5 bits: for every 32 inputs, four lines with the low 4 bits, and one with the high bits.
 #pragma once
 #include "dense.h"
 
-constexpr int OUTPUTS = 16;  // of a block
-constexpr int VECTORS = OUTPUTS / LANES;  // of a line, each with LANES outputs of the block: its slices
+constexpr int OUTPUTS = 16;  // outputs of a block
+constexpr int VECTORS = OUTPUTS / LANES;  // vectors of a line; the outputs of one are a slice of the block
 
-// A kind of codes: their bits, plus KINDS times the table that they are places in. Without a table they are numbers.
+// A kind of codes is their number of bits + KINDS * the table that they index. Without a table (NUMBERS) they are numbers. E2M1
+// has the floats of 4 bits of OCP MX, doubled and shifted by 12; IQ4 is ggml's table, shifted by 128.
 constexpr int KINDS = 16;
-enum Table : int32_t { NUMBERS, E2M1, IQ4 };  // floats of 4 bits, doubled (OCP MX); ggml's table of 4 bits
+enum Table : int32_t { NUMBERS, E2M1, IQ4 };
 constexpr int kind_of(int bits, int table) { return bits + KINDS * table; }
 constexpr int bits_of(int kind) { return kind % KINDS; }
 constexpr int table_of(int kind) { return kind / KINDS; }
-// What is taken off a number before it is multiplied by the scale.
+// What is subtracted from a number before it is multiplied by the scale.
 constexpr int middle_of(int kind) { return table_of(kind) == E2M1 ? 12 : table_of(kind) == IQ4 ? 128 : 1 << (bits_of(kind) - 1); }
-// The most that a number is.
+// The largest number of a kind.
 constexpr int most_of(int kind) { return table_of(kind) == E2M1 ? 24 : table_of(kind) == IQ4 ? 241 : (1 << bits_of(kind)) - 1; }
 constexpr uint8_t TABLES[3][16] = {
     {},
@@ -27,20 +30,20 @@ constexpr uint8_t TABLES[3][16] = {
 };
 
 #if defined(WITH_AVX512) && defined(__AVX512VNNI__)
-#define WITH_DOTS 1  // instructions that multiply four codes by four of a row and add the products to a sum of 32 bits
+#define WITH_DOTS 1  // instructions that add the products of four codes and four bytes of a row to a 32-bit sum
 #endif
 
-// Codes of four inputs for each output of a slice, or what is made of them.
+// A byte for each of four inputs and each output of a slice: codes, or the numbers that they stand for.
 typedef uint16_t vq __attribute__((vector_size(LANES * 4), aligned(2), may_alias));
 typedef int32_t Word32 __attribute__((aligned(1), may_alias));
 typedef int16_t vs __attribute__((vector_size(LANES * 4), aligned(2), may_alias));
 
-// The bits of `mask`, of each byte, after a shift to the right, or to the left where it is below 0.
+// Shift to the right (to the left if `shift` is negative), and mask each byte.
 static inline vq masked(vq quad, int shift, int mask) {
     return (shift < 0 ? quad << -shift : quad >> shift) & uint16_t(mask * 257);
 }
 
-// What a table has at the places that are the bytes, each below 16.
+// Look up each byte, which must be below 16, in a table.
 static inline vq looked_up(vq quad, const uint8_t* table) {
 #if defined(WITH_AVX512)
     const __m512i all = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)table));
@@ -59,11 +62,11 @@ static inline vq looked_up(vq quad, const uint8_t* table) {
 #endif
 }
 
-// Four codes of a row beside each output, and the signed bytes among them: the first and the third, the second and the fourth.
+// Repeat four codes of a row for each output; `even` and `odd` extend the signed bytes of even, or of odd, inputs to 16 bits.
 static inline vs beside_all(int32_t x) { return (vs)(vi{} + x); }
 static inline vs even(vs x) { return x << 8 >> 8; }
 static inline vs odd(vs x) { return x >> 8; }
-// Sums of two products of 16 bits; without instructions for that, of products that fit 16 bits.
+// Sums of two products of 16-bit numbers. On processors without such an instruction, the products must fit 16 bits.
 static inline vi dot(vs a, vs b) {
 #if defined(WITH_AVX512)
     return (vi)_mm512_madd_epi16((__m512i)a, (__m512i)b);
@@ -85,7 +88,7 @@ static inline vs byte_pairs(vq codes, vs x) {
 #endif
 }
 
-// The numbers of a slice for INPUTS inputs, whose codes lie in LINES lines of 64 bytes. `FOURS`: inputs of codes of 4 bits.
+// The numbers of a slice for INPUTS inputs, unpacked from LINES lines of codes. `FOURS`: INPUTS for codes of 4 bits.
 template <int KIND, int FOURS = 8> struct Unit {
     static constexpr int BITS = bits_of(KIND), TABLE = table_of(KIND);
     static constexpr int FEW = most_of(KIND) > 63 ? 1 : most_of(KIND) > 31 ? 2 : 4;  // quads that are summed in 16 bits
@@ -93,7 +96,7 @@ template <int KIND, int FOURS = 8> struct Unit {
     static constexpr int LINES = INPUTS * BITS / 32;
     vq quads[N];
 
-    // `codes`: the slice's part of the first line.
+    // `codes`: the slice's vector in the first line.
     explicit Unit(const uint8_t* codes) {
         const auto line = [&](int number) { return *(const vq*)(codes + number * 64); };
         if constexpr (BITS == 8) {
@@ -107,7 +110,7 @@ template <int KIND, int FOURS = 8> struct Unit {
         if constexpr (TABLE != NUMBERS)
             for (vq& quad : quads) quad = looked_up(quad, TABLES[TABLE]);
         if constexpr (BITS > 4) {
-            constexpr int MORE = BITS - 4;  // bits above the halves
+            constexpr int MORE = BITS - 4;  // high bits of a code
             const vq above = line(N / 2);
 #pragma GCC unroll 8
             for (int i = 0; i < N; i++) quads[i] |= masked(above, i * MORE - 4, ((1 << MORE) - 1) << 4);
@@ -115,7 +118,7 @@ template <int KIND, int FOURS = 8> struct Unit {
     }
 };
 
-// Add the products of T slices' codes with INPUTS codes of a row to a sum per output.
+// Add the products of the codes of T slices and INPUTS codes of a row to the sum of each output.
 template <int T, class U> static inline void add_products(const U (&units)[T], const int8_t* x, vi (&sums)[T]) {
     const auto* quads = (const Word32*)x;
 #if defined(WITH_DOTS)

@@ -1,24 +1,24 @@
-// Products of rows with rows: C[m][n] = sum over k of X[m][k] * W[n][k], W as the model holds it.
+// Dense products C[m][n] = sum over k of X[m][k] * W[n][k], with W in the model's layout.
 //
-// Every element is summed in one order, whatever m, n and the tile it is computed in: per block of BLOCK inputs, lane by
-// lane over chunks of Chunk<T>::SIZE inputs, then the lanes by `sum`, then block after block. That is what makes a pass
-// over one row and one over many give the same bits.
+// The order of an element's sum does not depend on m, n or its tile: in each block of BLOCK inputs, each lane sums chunks of
+// Chunk<T>::SIZE inputs; then `sum` adds the lanes; then the blocks are added in order. So a pass over many rows gives the same
+// bits as passes over one row.
 #pragma once
 #include <algorithm>
 #include "tiles.h"
 
 constexpr int BLOCK = 2048;
-constexpr int NEAR = 8;  // chunks of inputs, between asking for weights in the nearest cache and using them
-constexpr int FEW_TO_STREAM = 96;  // rows that stay in the cache while weights stream by; with more it is the other way round
+constexpr int NEAR = 8;  // distance in chunks of inputs to the weights that are prefetched to the first-level cache
+constexpr int FEW_TO_STREAM = 96;  // up to so many rows stay in the cache while weights stream; with more rows, weights stay
 #if defined(WITH_AVX512)
-constexpr int TILE = 24;  // accumulators of a tile: what the registers hold
+constexpr int TILE = 24;  // accumulators of a tile, which fit the registers
 constexpr int WIDE = 4;   // outputs of a tile
 #else
 constexpr int TILE = 8;
 constexpr int WIDE = 2;
 #endif
 
-// Inputs that one instruction takes, and what it does with them.
+// The inputs of one multiply-add instruction, and the instruction.
 template <class T> struct Chunk;
 
 template <> struct Chunk<float> {
@@ -63,7 +63,7 @@ template <> struct Chunk<bf16> {
 #endif
 
 #if defined(WITH_AVX512)
-// The sums of four vectors, each in the order of `sum`.
+// The sums of the lanes of four vectors, each in the order of `sum`.
 static inline __m128 sums(vf v0, vf v1, vf v2, vf v3) {
     __m512 a = (__m512)v0, b = (__m512)v1, c = (__m512)v2, d = (__m512)v3;
     __m512 ab = _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x44), _mm512_shuffle_f32x4(a, b, 0xee));
@@ -76,13 +76,15 @@ static inline __m128 sums(vf v0, vf v1, vf v2, vf v3) {
 }
 #endif
 
-// R rows by B outputs over one block. Meanwhile a block of `n_ahead` rows of weights is asked for, evenly.
+// The products of R rows and B outputs over one block of inputs. Meanwhile, n_ahead rows of weights from `ahead` on are
+// prefetched, at an even rate.
 template <class T, int R, int B>
 static inline __attribute__((always_inline)) void tile(
     const T* x, int64_t ldx, const T* w, int64_t ldw, int k, float* c, int64_t ldc, bool first, const T* ahead,
     int n_ahead) {
     using S = Chunk<T>;
-    // Row by row, as memory has them, where reading takes longer than computing; the divisions are hidden then.
+    // With few rows, reading takes longer than computing: prefetch row by row, as weights are in memory. The divisions cost
+    // nothing then.
     constexpr bool in_order = LANES == 16 && R <= 4;
     vf acc[R][B] = {};
     const int lines = k / S::SIZE;
@@ -91,7 +93,7 @@ static inline __attribute__((always_inline)) void tile(
         typename S::V ws[B];
         for (int b = 0; b < B; b++) {
             ws[b] = S::get(w + b * ldw + at);
-            // Where computing takes longer, it waits for what comes from the second-level cache.
+            // With more rows, computing takes longer, and would wait for weights from the second-level cache.
             if (R > 4) __builtin_prefetch(w + b * ldw + at + NEAR * S::SIZE, 0, 3);
         }
         for (int b = 0; b < n_ahead; b++) {
@@ -125,7 +127,7 @@ static inline __attribute__((always_inline)) void tile(
     }
 }
 
-// At most TILE / B rows by B outputs.
+// The same for m rows, at most TILE / B.
 template <class T, int B, int R = TILE / B>
 static inline void tile_of(
     int m, const T* x, int64_t ldx, const T* w, int64_t ldw, int k, float* c, int64_t ldc, bool first, const T* ahead,
@@ -142,7 +144,7 @@ static void products_by(
     const T* x, int64_t ldx, int m, const T* w, int64_t ldw, int n, int k, float* c, int64_t ldc, const T* next) {
     constexpr int MOST = TILE / OUTS;
     const int n_shares = (m + MOST - 1) / MOST, share = n_shares ? (m + n_shares - 1) / n_shares : 0;
-    auto one = [&](int row, int out, int at, const T* ahead, int n_ahead) {
+    auto compute = [&](int row, int out, int at, const T* ahead, int n_ahead) {
         const int rows = std::min(share, m - row), width = std::min(BLOCK, k - at);
         const T *xs = x + row * ldx + at, *ws = w + out * ldw + at;
         float* to = c + row * ldc + out;
@@ -154,48 +156,47 @@ static void products_by(
         }
     };
     if (m <= FEW_TO_STREAM) {
-        // Few rows: they stay in the cache, and weights stream by. The next tile's are asked for while this one's are used,
-        // evenly, for a processor waits when it has asked for too much at a time.
+        // Few rows: they stay in the cache while weights stream. A tile prefetches the next one's weights at an even rate,
+        // because a processor stalls on too many outstanding loads.
         for (int out = 0; out < n; out += OUTS)
             for (int at = 0; at == 0 || at < k; at += BLOCK) {
                 const T* ahead = at + BLOCK < k ? w + out * ldw + at + BLOCK : out + OUTS < n ? w + (out + OUTS) * ldw : next;
                 for (int turn = 0; turn < n_shares; turn++) {
                     const int from = turn * OUTS / n_shares, to = (turn + 1) * OUTS / n_shares;
-                    one(turn * share, out, at, ahead + from * ldw, to - from);
+                    compute(turn * share, out, at, ahead + from * ldw, to - from);
                 }
             }
     } else {
-        // Many rows: the weights of this call stay in the cache, block by block. The next block's are asked for tile by tile.
+        // Many rows: a block of this call's weights stays in the cache. Each tile prefetches a part of the next block.
         for (int at = 0; at == 0 || at < k; at += BLOCK) {
             const T* ahead = at + BLOCK < k ? w + at + BLOCK : next;
             for (int turn = 0; turn < n_shares; turn++)
                 for (int out = 0; out < n; out += OUTS)
-                    one(turn * share, out, at, ahead + out * ldw, out / OUTS % n_shares == turn ? OUTS : 0);
+                    compute(turn * share, out, at, ahead + out * ldw, out / OUTS % n_shares == turn ? OUTS : 0);
         }
     }
 }
 
-// All of C, (m, n) with rows `ldc` apart. K may be 0: then C is 0. `next`: where the weights begin that this thread will
-// probably be asked for next.
+// All of C, (m, n) with rows `ldc` apart; C is 0 if k is 0. `next`: the weights that this thread will probably use next.
 template <class T>
 static void products(
     const T* x, int64_t ldx, int m, const T* w, int64_t ldw, int n, int k, float* c, int64_t ldc, const T* next) {
 #if defined(WITH_AVX512)
-    if (m == 7 || m == 8) return products_by<T, 3>(x, ldx, m, w, ldw, n, k, c, ldc, next);  // one turn in place of two
+    if (m == 7 || m == 8) return products_by<T, 3>(x, ldx, m, w, ldw, n, k, c, ldc, next);  // all rows in one tile, not two
 #endif
     products_by<T, WIDE>(x, ldx, m, w, ldw, n, k, c, ldc, next);
 }
 
 #if defined(WITH_TILES)
-// Weights in bfloat16 by tiles. They are the first factor, whose rows are as the model holds them; the second one is X,
-// turned: a row for every pair of inputs, a column for each of 16 rows of X. An element's sum is one over all inputs, 32
-// after 32, again whatever m and n are.
-constexpr int IN_CACHE = 512;    // inputs over which 32 rows stay in the nearest cache
-constexpr int TILE_INPUTS = 32;  // of a tile of bfloat16
+// Products in bfloat16 with tile instructions. The first factor is W, in the model's layout. The second is X in another layout:
+// a row for each pair of inputs, and a column for each of 16 rows of X. An element is summed over all inputs in order,
+// TILE_INPUTS at a time, whatever m and n are.
+constexpr int IN_CACHE = 512;    // 32 rows of so many inputs stay in the first-level cache
+constexpr int TILE_INPUTS = 32;  // inputs of a tile of bfloat16
 
 static inline int whole_tiles(int k) { return (k + TILE_INPUTS - 1) / TILE_INPUTS * TILE_INPUTS; }
 
-// Turn inputs [from, to), whole tiles of them, of rows 0 … m - 1, at most 16; 0 stands behind the last of k.
+// Lay out inputs [from, to), in whole tiles, of m rows, at most 16, for tiles. Inputs after the k-th are 0.
 static inline void turn_rows(const bf16* x, int64_t ldx, int m, int k, int from, int to, bf16* turned) {
     for (int at = from; at < to; at += TILE_INPUTS) {
         __m512i v[SIDE] = {};
@@ -206,8 +207,8 @@ static inline void turn_rows(const bf16* x, int64_t ldx, int m, int k, int from,
     }
 }
 
-// O times 16 outputs by G times 16 rows over inputs [from, to), added to what is in `c`, column by column, unless they
-// are the first; after the last ones, row by row.
+// The products of O * SIDE outputs and G * SIDE rows over inputs [from, to). Unless `from` is 0, they are added to `c`. Partial
+// sums are stored transposed; after the last inputs, `c` is row by row.
 template <int O, int G>
 static inline void tiles(
     const bf16* x, int64_t group, const bf16* w, int64_t ldw, int n, int k, int from, int to, float* c, int64_t ldc) {
@@ -220,14 +221,14 @@ static inline void tiles(
         unrolled<G>([&](auto g) { load_tile<6 + g>(x + g * group + at * SIDE, SIDE * 4); });
         unrolled<O>([&](auto o) {
             constexpr int W = 4 + o % 2;
-            const bf16* own = w + o * SIDE * ldw + at;
+            const bf16* weights = w + o * SIDE * ldw + at;
             const int outputs = std::min(n - o * SIDE, SIDE);
             if (outputs == SIDE && at + TILE_INPUTS <= k) {
-                load_tile<W>(own, ldw * sizeof(bf16));
-            } else {  // what lies behind the last output, or input, may be anything, or not be there
+                load_tile<W>(weights, ldw * sizeof(bf16));
+            } else {  // memory after the last output or input may have anything, or may not be readable
                 alignas(64) bf16 padded[SIDE][TILE_INPUTS] = {};
                 for (int i = 0; i < outputs; i++)
-                    memcpy(padded[i], own + i * ldw, std::min(k - at, TILE_INPUTS) * sizeof(bf16));
+                    memcpy(padded[i], weights + i * ldw, std::min(k - at, TILE_INPUTS) * sizeof(bf16));
                 load_tile<W>(padded, sizeof padded[0]);
             }
             unrolled<G>([&](auto g) { add_bf16<o * G + g, W, 6 + g>(); });
@@ -243,20 +244,20 @@ static inline void tiles(
     });
 }
 
-// As `products`, of turned rows; C has room for whole tiles.
+// As `products`, for rows that `turn_rows` has laid out. C must have room for whole tiles.
 static void tile_products(
     const bf16* turned, int m, const bf16* w, int64_t ldw, int n, int k, float* c, int64_t ldc) {
     constexpr int O = 2, ROWS = 2 * SIDE, OUTS = O * SIDE;
     const int whole = whole_tiles(k);
     const int step = m <= ROWS ? std::max(whole, IN_CACHE) : IN_CACHE;
-    auto one = [&](int row, int out, int from, int to) {
+    auto compute = [&](int row, int out, int from, int to) {
         const bf16* x = turned + int64_t(row) * whole;
-        float* own = c + row * ldc + out;
-        if (m - row > SIDE) tiles<O, 2>(x, int64_t(SIDE) * whole, w + out * ldw, ldw, n - out, k, from, to, own, ldc);
-        else tiles<O, 1>(x, 0, w + out * ldw, ldw, n - out, k, from, to, own, ldc);
+        float* sums = c + row * ldc + out;
+        if (m - row > SIDE) tiles<O, 2>(x, int64_t(SIDE) * whole, w + out * ldw, ldw, n - out, k, from, to, sums, ldc);
+        else tiles<O, 1>(x, 0, w + out * ldw, ldw, n - out, k, from, to, sums, ldc);
     };
     for (int at = 0; at == 0 || at < whole; at += step)
         for (int row = 0; row < m; row += ROWS)
-            for (int out = 0; out < n; out += OUTS) one(row, out, at, std::min(at + step, whole));
+            for (int out = 0; out < n; out += OUTS) compute(row, out, at, std::min(at + step, whole));
 }
 #endif

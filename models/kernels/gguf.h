@@ -1,17 +1,18 @@
-// Weights of GGUF files: from the blocks of a file to what `quantised.h` computes with, and back to numbers, row by row.
+// Packs weights of GGUF files for `quantised.h`, and de-quantises packed weights.
 //
-// A file's block has the codes of some inputs of one output and their scales. Layouts are those of ggml's quants.h.
+// A block of a file has the codes of some inputs of one output, and their scales, in the layouts of ggml's quants.h.
 #pragma once
 #include "quantised.h"
 
-// A block of a file: a weight is (code - half) * scale, or code * scale with something added or taken off.
+// An unpacked block of a file. A weight is (code - middle) * scale, code * scale + m, or, with scales for each group,
+// code * d * scale - m * min.
 struct Decoded {
     uint8_t codes[SUPER];
-    uint16_t d, m;  // float16: of scales, and of what is added or taken off
+    uint16_t d, m;  // float16: factors of scales and of minimums
     uint8_t scales[SUPER / 16], mins[SUPER / 16];
 };
 
-// The type of a tensor: its number in files, the bytes and inputs of a block, and the form that it gets here.
+// A type of tensors: its number in files, the bytes and inputs of a block, and the packed form.
 struct GgufType {
     int number, bytes, inputs, bits, group;
     ScaleType scale_type;
@@ -25,7 +26,7 @@ static inline uint16_t half_at(const uint8_t* from) {
     return bits;
 }
 
-// Codes of 32 inputs, of which a byte has the first and the seventeenth, …; `upper`: their fifth bits, input by input.
+// Unpack 32 codes from 16 bytes: byte i has code i in its low half, and code i + 16 in its high half. `upper`: the fifth bits.
 static inline void decode_halves(const uint8_t* from, uint8_t* codes, uint32_t upper = 0) {
     for (int i = 0; i < 16; i++) {
         codes[i] = (from[i] & 15) | (upper >> i & 1) << 4;
@@ -61,7 +62,7 @@ static void decode_iq4_xs(const uint8_t* from, Decoded& to) {
     }
 }
 static void decode_mxfp4(const uint8_t* from, Decoded& to) { to.scales[0] = from[0], decode_halves(from + 1, to.codes); }
-// Of checkpoints: their scale, and bytes that have the first input and the second, ….
+// Checkpoints of gpt-oss store a scale byte, and then bytes with two consecutive codes each, the first in the low half.
 static void decode_mxfp4_pairs(const uint8_t* from, Decoded& to) {
     to.scales[0] = from[0];
     for (int i = 0; i < 16; i++) to.codes[2 * i] = from[1 + i] & 15, to.codes[2 * i + 1] = from[1 + i] >> 4;
@@ -84,7 +85,7 @@ static void decode_q3_k(const uint8_t* from, Decoded& to) {
     }
     to.d = half_at(from + 108);
 }
-// Scales and what is taken off, 6 bits each, of eight groups in 12 bytes.
+// Unpack the scales and minimums of eight groups, 6 bits each, from 12 bytes.
 static inline void decode_pairs(const uint8_t* from, Decoded& to) {
     to.d = half_at(from), to.m = half_at(from + 2), from += 4;
     for (int g = 0; g < 4; g++) {
@@ -93,7 +94,7 @@ static inline void decode_pairs(const uint8_t* from, Decoded& to) {
         to.mins[4 + g] = from[8 + g] >> 4 | (from[4 + g] >> 6) << 4;
     }
 }
-// Codes of 256 inputs, of which 32 bytes have the first 32 and the second, …
+// Unpack 256 codes: each 32 bytes have 32 codes in their low halves, and the next 32 in their high halves.
 static inline void decode_runs(const uint8_t* from, uint8_t* codes) {
     for (int run = 0; run < 4; run++)
         for (int i = 0; i < 32; i++) {
@@ -117,7 +118,7 @@ static void decode_q6_k(const uint8_t* from, Decoded& to) {
     to.d = half_at(from + 208);
 }
 
-constexpr int CHECKPOINT_MXFP4 = 1039;  // of no file: blocks of MXFP4 as gpt-oss's checkpoints have them, behind their scales
+constexpr int CHECKPOINT_MXFP4 = 1039;  // not a GGUF type: MXFP4 blocks of gpt-oss's checkpoints, each after its scale
 static const GgufType GGUF_TYPES[] = {
     {2, 18, 32, 4, 32, CENTRED, NUMBERS, decode_q4_0},
     {3, 20, 32, 4, 32, PAIRS, NUMBERS, decode_q4_1},
@@ -141,7 +142,7 @@ static const GgufType* gguf_type(int number) {
     return nullptr;
 }
 
-// Write the codes of `n` inputs of a block's outputs, whole units of them, as lines.
+// Write the codes of n inputs, whole units, of a block's outputs as lines (`codes.h`).
 template <int BITS> static void write_lines(const Decoded* outputs, int n, uint8_t* to) {
     constexpr int MORE = BITS - 4, N = Unit<BITS>::N;
     auto quad = [&](int output, int i) {
@@ -180,18 +181,18 @@ static void write_scales(const GgufType& type, const Decoded* outputs, uint8_t* 
             memcpy(to, &number, sizeof number), to += sizeof number;
         }
     };
-    if (type.scale_type == EXPONENTS) return put([](const Decoded& own) { return own.scales[0]; });
+    if (type.scale_type == EXPONENTS) return put([](const Decoded& output) { return output.scales[0]; });
     const bool pairs = type.scale_type == PAIRS || type.scale_type == SUPER_PAIRS;
-    put([](const Decoded& own) { return own.d; });
-    if (pairs) put([](const Decoded& own) { return own.m; });
+    put([](const Decoded& output) { return output.d; });
+    if (pairs) put([](const Decoded& output) { return output.m; });
     if (type.scale_type < SUPER_PAIRS) return;
     for (int g = 0; g < SUPER / type.group; g++) {
-        put([g](const Decoded& own) { return own.scales[g]; });
-        if (pairs) put([g](const Decoded& own) { return own.mins[g]; });
+        put([g](const Decoded& output) { return output.scales[g]; });
+        if (pairs) put([g](const Decoded& output) { return output.mins[g]; });
     }
 }
 
-// Lay out one block of outputs; `rows`: where the file has each, null behind the last, whose weights are 0.
+// Pack one block of outputs. `rows`: the file's data for each; null after the last output: weights of 0.
 static void repack_block(const GgufType& type, const uint8_t* const* rows, const Packed& to, int block) {
     const int n_blocks = to.n_in / type.inputs;
     uint8_t* codes = (uint8_t*)to.codes + block * (to.block_bytes() * type.bits / 8);
@@ -206,7 +207,7 @@ static void repack_block(const GgufType& type, const uint8_t* const* rows, const
     }
 }
 
-// The weights of one output as numbers, exact but for one rounding.
+// De-quantise the weights of one output; each is rounded once.
 template <int KIND> static void numbers_of(const Packed& from, int64_t output, float* to) {
     using U = Unit<KIND>;
     const int block = int(output / OUTPUTS), slice = int(output / LANES), lane = int(output % LANES);

@@ -1,4 +1,5 @@
-// Linear maps of a pass: what they read, rounded or turned as a map takes it, and where outputs go; a part of `pass.cpp`.
+// Linear maps of a pass: preparing their inputs, computing them, and adding outputs to the residual stream; a part of
+// `pass.cpp`.
 #pragma once
 #include "runner.h"
 
@@ -8,7 +9,7 @@ Packed packed_of(const Map& map) {
     return {map.weight, map.scales, (map.n_in + map.group - 1) / map.group * map.group, map.group, map.scale_type};
 }
 
-// f(the kind of a map's codes), as a constant.
+// Call f with the kind of a map's codes, as a compile-time constant.
 template <class F> void by_kind(const Map& map, F&& f) {
     const auto is = [&](auto kind) { return kind_of(map.bits, map.table) == kind && (f(kind), true); };
     is(std::integral_constant<int, 4>{}) || is(std::integral_constant<int, 5>{}) || is(std::integral_constant<int, 6>{}) ||
@@ -16,9 +17,9 @@ template <class F> void by_kind(const Map& map, F&& f) {
         is(std::integral_constant<int, kind_of(4, IQ4)>{});
 }
 
-// `inline`, so that the compiler weighs these as members defined in the class: otherwise it makes calls of them.
+// Functions here are `inline`, so that the compiler inlines them like members that are defined in the class.
 
-// Norm of the listed rows, rounded to codes where one of the maps behind it wants that.
+// Normalise the listed rows as the input of some maps: rounded to codes, or laid out for tiles, as the maps need.
 template <class T>
 inline auto Runner<T>::enter(
     const Norm& norm, const RowList& list, const T* from, const Map* maps, int n_maps, int thread) -> Input {
@@ -32,7 +33,7 @@ inline auto Runner<T>::enter(
     return plain ? turned(input, *plain, list.n, thread) : input;
 }
 
-// Rows as they are, rounded where the map wants that.
+// Use rows as they are as a map's input, rounded to codes or laid out for tiles if the map needs that.
 template <class T> inline auto Runner<T>::taken(T* rows, const Map& map, int64_t n, int thread) -> Input {
     if (!map.scales) return turned({rows, {}, nullptr, nullptr}, map, n, thread);
     Input input = prepared(n, thread, [&](const Input& to, int64_t i) {
@@ -41,7 +42,7 @@ template <class T> inline auto Runner<T>::taken(T* rows, const Map& map, int64_t
     return {rows, input.codes, nullptr, nullptr};
 }
 
-// An input whose rows are turned where that is how the map takes them.
+// Lay out an input's rows for tiles if the map is computed with these.
 template <class T> inline auto Runner<T>::turned(Input input, const Map& map, int64_t n, int thread) -> Input {
 #if defined(WITH_TILES)
     if constexpr (TILES) {
@@ -61,18 +62,19 @@ template <class T> inline auto Runner<T>::turned(Input input, const Map& map, in
     return input;
 }
 
+// Round a row to the codes of an input, in the order of the map's inputs.
 template <class T> inline void Runner<T>::round_into(const Input& input, const T* x, const Map& map, int64_t row) {
     if (map.order) {
-        T* own = input.ordered + row * map.n_in;
-        for (int i = 0; i < map.n_in; i++) own[i] = x[map.order[i]];
-        x = own;
+        T* ordered = input.ordered + row * map.n_in;
+        for (int i = 0; i < map.n_in; i++) ordered[i] = x[map.order[i]];
+        x = ordered;
     }
     const Rounded to = input.codes.at(row, map.n_in, map.group);
     round_row(x, map.n_in, std::max(map.group, FINEST), to.codes, to.scales, to.sums, to.halves);
 }
 
-// Outputs [first, last) of a map for `rows` rows of `x` (or their codes), biases added, into `c`. `next`: where this thread
-// will probably go on; without a map, in this one if all threads are as fast.
+// Compute outputs [first, last) of a map, with their biases, for `rows` rows of `x`, to `c`. `next`: the output at which this
+// thread will probably continue; without a map, it is in the same one, as if all threads were equally fast.
 template <class T>
 inline void Runner<T>::outputs(
     const Map& map, const Input& x, int rows, int first, int last, float* c, int64_t ldc, int thread,
@@ -108,20 +110,20 @@ template <class T> inline Onward Runner<T>::onward_to(const Output& next) {
     return {packed.codes + block * (packed.block_bytes() * next.map->bits / 8), packed.scales_at(block)};
 }
 
-// `sink(row, first output, n, values)` for all outputs of a map.
+// Compute all outputs of a map, and call `sink(row, first output, n, values)` for them, panel by panel.
 template <class T>
 template <class F>
 inline void Runner<T>::linear(const Map& map, const Input& x, int64_t rows, int thread, F&& sink) {
-    const int most = rows > FEW_TO_STREAM && map.n_out >= 8 * PANEL * n_threads_ ? 2 * PANEL : PANEL;
-    each(MAPS, thread, (map.n_out + most - 1) / most, 1, [&](int64_t panel, int64_t) {
+    const int size = rows > FEW_TO_STREAM && map.n_out >= 8 * PANEL * n_threads_ ? 2 * PANEL : PANEL;
+    each(MAPS, thread, (map.n_out + size - 1) / size, 1, [&](int64_t panel, int64_t) {
         auto& tile = tiles[thread];
-        const int first = int(panel) * most, last = std::min(first + most, map.n_out);
-        outputs(map, x, int(rows), first, last, tile.items, most, thread);
-        for (int r = 0; r < rows; r++) sink(r, first, last - first, tile.items + r * most);
+        const int first = int(panel) * size, last = std::min(first + size, map.n_out);
+        outputs(map, x, int(rows), first, last, tile.items, size, thread);
+        for (int r = 0; r < rows; r++) sink(r, first, last - first, tile.items + r * size);
     });
 }
 
-// Add a map's outputs times `scale` to the listed rows, by way of a norm where there is one.
+// Add a map's outputs, normalised if there is a norm, times `scale` to the states of the listed rows.
 template <class T>
 inline void Runner<T>::leave(const Map& map, const Norm& norm, float scale, const Input& x, const RowList& list, int thread) {
     const int n = pass_.n_hidden;
@@ -139,29 +141,30 @@ inline void Runner<T>::leave(const Map& map, const Norm& norm, float scale, cons
     each(REST, thread, list.n, 1, [&](int64_t i, int64_t) { add(norm, scale, list, i); });
 }
 
-// Add the norm of what lies in the last input's row, times `scale`, to a listed row.
+// Add the norm of row i of the last input, times `scale`, to the state of the i-th listed row.
 template <class T> inline void Runner<T>::add(const Norm& norm, float scale, const RowList& list, int64_t i) {
     const int n = pass_.n_hidden;
     T *delta = inputs_.last().rows + i * n, *to = hidden(row_of(list, i));
     normed(norm, delta, n, delta);
     along(n, to, to, [&](vf h, int at) {
-        const vf own = part_of(delta, at, n);
-        return h + (scale == 1 ? own : as_stored<T>(own * scale));
+        const vf d = part_of(delta, at, n);
+        return h + (scale == 1 ? d : as_stored<T>(d * scale));
     });
 }
 
-// Several maps of an input as one, to `inner_`: panels of all of them are shared out together. Returns their outputs.
+// Compute several maps of one input to `inner_`, outputs one after the other; threads take panels of all maps. Returns the
+// number of outputs per row.
 template <class T>
 inline int Runner<T>::project(const Map* maps, int n_maps, const Input& input, const RowList& list, int thread) {
     int total = 0, n_panels = 0, panels[4];
     for (int i = 0; i < n_maps; i++) total += maps[i].n_out, panels[i] = n_panels += (maps[i].n_out + PANEL - 1) / PANEL;
     each(MAPS, thread, n_panels, 1, [&](int64_t panel, int64_t) {
-        int which = 0, at = 0;
-        while (panel >= panels[which]) at += maps[which++].n_out;
-        const int first = int(panel - (which ? panels[which - 1] : 0)) * PANEL;
-        const int last = std::min(first + PANEL, maps[which].n_out);
+        int map = 0, at = 0;
+        while (panel >= panels[map]) at += maps[map++].n_out;
+        const int first = int(panel - (map ? panels[map - 1] : 0)) * PANEL;
+        const int last = std::min(first + PANEL, maps[map].n_out);
         auto& tile = tiles[thread];
-        outputs(maps[which], input, int(list.n), first, last, tile.items, PANEL, thread);
+        outputs(maps[map], input, int(list.n), first, last, tile.items, PANEL, thread);
         for (int64_t r = 0; r < list.n; r++) round_to(inner_ + r * total + at + first, tile.items + r * PANEL, last - first);
     });
     return total;

@@ -100,8 +100,8 @@ extern "C" int swiftopt_run(const Pass* pass, const Step* steps, int32_t n_steps
     });
 }
 
-// Pack a tensor of a GGUF file, (n_out, n_in) in blocks of its type, to the codes and scales of `to`. `order`: the row in the file
-// of each output; null: they are in order. Returns as `alone`.
+// Pack a tensor of a GGUF file, (n_out, n_in) in blocks of its type, to the codes and scales of `to`. `order`: the row in the
+// file of each output; null: they are in order. Returns as `alone`.
 extern "C" int swiftopt_repack(int32_t number, const uint8_t* from, const int32_t* order, const Map* to, int32_t n_threads) {
     Repacking work{*gguf_type(number), from, order, to->n_out, packed_of(*to)};
     return alone([&] {
@@ -109,8 +109,8 @@ extern "C" int swiftopt_repack(int32_t number, const uint8_t* from, const int32_
     });
 }
 
-// Returns the bytes of a unit of coded slots for heads of `width` values, 0 if such heads are not supported. `n_slots`: set to the
-// slots of a unit.
+// Returns the bytes of a unit of coded slots for heads of `width` values, 0 if such heads are not supported. `n_slots`: set to
+// the slots of a unit.
 extern "C" int64_t swiftopt_coded_unit(int32_t width, int32_t* n_slots) {
     *n_slots = PLACES;
     return width % CHANNELS || width > WIDEST_HEAD ? 0 : unit_bytes(width);
@@ -134,8 +134,8 @@ extern "C" void swiftopt_numbers(const Map* map, const int64_t* outputs, int64_t
     });
 }
 
-// The supported types of tensors in GGUF files, seven numbers each: the type's number in files, bytes and inputs of a block, bits,
-// group, type of scales, and table of codes. Returns the number of types.
+// The supported types of tensors in GGUF files, seven numbers each: the type's number in files, bytes and inputs of a block,
+// bits, group, type of scales, and table of codes. Returns the number of types.
 extern "C" int swiftopt_gguf_types(int32_t* types) {
     int n = 0;
     for (const GgufType& type : GGUF_TYPES) {

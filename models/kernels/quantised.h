@@ -1,50 +1,50 @@
-// Products with weights of 8 or 4 bits, of drafts and of quantised targets: activations are rounded to 8 bits per group of inputs, sums of a group
-// are integers and exact, and groups are added up in one order.
+// Products with quantised weights, of drafts and of targets. Activations are rounded to 8 bits, with a scale per group of
+// inputs. The sum over a group is an exact integer, and the groups' sums are added in a fixed order.
 //
-// Weights lie in blocks of 16 outputs (`codes.h`); a weight is (code - middle) * scale + zero.
-// Scales: per block and group 16 scales, then 16 zeros, in bfloat16. Those of targets are as `ScaleType` says.
+// Weights are in blocks of 16 outputs (`codes.h`); a weight is (code - middle) * scale + zero. For each block and group there
+// are 16 scales and 16 zeros, in bfloat16 for drafts; `ScaleType` lists the other encodings.
 #pragma once
 #include "codes.h"
 
-constexpr int FINEST = 32;   // inputs that share a scale of theirs at least; weights of 16 inputs may share one
+constexpr int FINEST = 32;   // smallest group of activations; a group of weights may have 16 inputs
 constexpr int TILE_CODES = 64;  // inputs of a tile of codes
-constexpr int AHEAD = 8192;  // bytes of codes of all blocks of a tile that are asked for before they are used
-constexpr int ROWS_TOGETHER = 4;  // of a tile
-constexpr int SPREAD_INPUTS = 2048;  // of blocks that are spread for many rows
-constexpr int GROUPS_AHEAD = 3;  // groups between asking for a block's scales and using them
+constexpr int AHEAD = 8192;  // distance in bytes, over all blocks of a tile, to the codes that are prefetched
+constexpr int ROWS_TOGETHER = 4;  // rows of a tile
+constexpr int SPREAD_INPUTS = 2048;  // inputs of blocks that are unpacked at once for many rows
+constexpr int GROUPS_AHEAD = 3;  // distance in groups to the scales that are prefetched
 
 // The activations of some rows as codes: value ~ code * scale.
 struct Rounded {
     int8_t* codes;  // (rows, n_in)
     float* scales;  // (rows, groups)
-    float* sums;    // (rows, groups): the sum of a group's codes * scale
-    float* halves;  // (rows, 2 * groups): the same of half a group, where groups are of 32
+    float* sums;    // (rows, groups): scale * the sum of a group's codes
+    float* halves;  // (rows, 2 * groups): the same for each half of a group, if groups have FINEST inputs
 
-    // Those of a row of `n_in` values, and of the rows behind it. `group`: of the weights.
+    // The part that begins at a row. `n_in`: values of a row; `group`: inputs of a group of weights.
     Rounded at(int64_t row, int n_in, int group) const {
         const int64_t size = std::max(group, FINEST), groups = (n_in + size - 1) / size;
         return {codes + row * groups * size, scales + row * groups, sums + row * groups, halves + 2 * row * groups};
     }
 };
 
-// Round one row of `n_in` values; what lies behind the last of them, up to whole groups, counts as 0.
+// Round one row of n_in values; the last group is filled up with zeros.
 template <class T>
 static void round_row(const T* x, int n_in, int group, int8_t* codes, float* scales, float* sums, float* halves) {
     static_assert(32 % LANES == 0, "groups are whole vectors");
     const vf magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
     for (int g = 0, at = 0; at < n_in; g++, at += group) {
-        vf most = {};
-        vi odd = {};  // codes cannot say that a value is no number; the scale can
+        vf peak = {};
+        vi odd = {};  // an infinity or NaN makes the scale NaN, because codes cannot express it
         for (int i = at; i < std::min(at + group, n_in); i += LANES) {
             const vf v = (vf)((vi)part_of(x, i, n_in) & 0x7fffffff);
             odd |= ~(vi)(v < splat(INFINITY));
-            most = larger(v, most);
+            peak = larger(v, peak);
         }
         float largest = 0;
         bool numbers = true;
-        for (int i = 0; i < LANES; i++) largest = std::max(largest, most[i]), numbers &= !odd[i];
+        for (int i = 0; i < LANES; i++) largest = std::max(largest, peak[i]), numbers &= !odd[i];
         const float scale = numbers ? largest / 127 : NAN, inverse = largest > 1e-30f ? 127 / largest : 0;
-        int parts[2] = {};  // sums of the codes of either half
+        int parts[2] = {};  // sums of the codes in each half of the group
         for (int half = 0; half < 2; half++) {
             vi total = {};
             for (int i = at + half * group / 2; i < at + (half + 1) * group / 2; i += LANES) {
@@ -61,55 +61,59 @@ static void round_row(const T* x, int n_in, int group, int8_t* codes, float* sca
     }
 }
 
-// 2 to the power of bytes less 128.
+// 2 ^ (byte - 128): half the scales that E8M0 bytes stand for.
 static inline vf halves_of_powers(const uint8_t* from) {
     const vi power = widened(from);
-    const vi least = (power == 0) & (1 << 22);  // 2^-127 is no normal number
+    const vi least = (power == 0) & (1 << 22);  // 2^-127 is subnormal
     return (vf)(power << 23 | least) * 0.5f;
 }
 
-// Rows from which on reading spread blocks takes less time than unpacking codes of `bits` bits for every four rows.
+// From so many rows on, it is faster to spread blocks (unpack them once for all rows) than to unpack codes for every four rows.
 constexpr int few_to_spread(int bits) {
 #if defined(WITH_DOTS)
     return bits == 5 ? 12 : 24;
 #else
-    return INT32_MAX;  // spread codes take longer here than those of fewer bits
+    return INT32_MAX;  // never: here, products with spread codes take longer
 #endif
 }
-constexpr int BLOCKS_TOGETHER = 4;  // that are spread
-// Bytes of spread blocks, with scales for every 16 inputs.
+constexpr int BLOCKS_TOGETHER = 4;  // blocks that are spread at a time
+// Bytes of spread blocks, with scales and zeros for every 16 inputs.
 constexpr int64_t SPREAD_ROOM = BLOCKS_TOGETHER * (SPREAD_INPUTS * OUTPUTS + SPREAD_INPUTS / 16 * 2 * OUTPUTS * sizeof(float));
-// What the scales of a block and group are: those of drafts, in bfloat16, and whole numbers beside scales of a type, for 16
-// outputs each; numbers in float16 that are added (PAIRS) or none (CENTRED); and, per SUPER inputs, numbers in float16 for all
-// groups of these and numbers of 8 bits for each: scales and what is taken off (SUPER_PAIRS), or signed scales alone. Powers of
-// 2, a byte each, for codes that are doubled (EXPONENTS). SPREAD blocks have both as they are used, in float32.
+// Encodings of the scales and zeros of a block and group, for 16 outputs each.
+// ZERO_VALUES: of drafts: scales and zeros in bfloat16.
+// ZERO_CODES_…: of checkpoints: scales, and zeros as integers in the same type; a weight is (code - middle + zero) * scale.
+// PAIRS: float16 scales, and zeros that are added to code * scale. CENTRED: float16 scales only.
+// SUPER_PAIRS, SUPER_CENTRED: for every SUPER inputs a float16 factor of scales (and one of zeros), and for each group 8-bit
+// scales and zeros, which are subtracted; or signed 8-bit scales only.
+// EXPONENTS: powers of two, a byte each; codes of E2M1 stand for doubled values.
+// SPREAD: scales and zeros in float32, as products need them.
 enum ScaleType : int32_t {
     ZERO_VALUES, ZERO_CODES_BF16, ZERO_CODES_F16, ZERO_CODES_F32, PAIRS, CENTRED, EXPONENTS, SUPER_PAIRS, SUPER_CENTRED,
     SPREAD
 };
-constexpr int ANY = -1;  // in place of a constant type of scales
+constexpr int ANY = -1;  // as a template argument: the type of scales is not a compile-time constant
 constexpr int SUPER = 256;
 
-// Weights of one map; `codes` and `scales` as above, `n_in` in whole groups.
+// The weights of a map; n_in is a multiple of the group.
 struct Packed {
     const uint8_t* codes;
     const uint8_t* scales;
     int n_in, group, scale_type, groups;
-    int super_shift = 0;      // groups of SUPER inputs, as a power of 2
-    int64_t group_bytes = 0;  // of the scales of a block, on average
+    int super_shift = 0;      // SUPER inputs have 2 ^ super_shift groups
+    int64_t group_bytes = 0;  // bytes of a group's scales in a block, with its part of those for SUPER inputs
 
-    Packed(const void* its_codes, const void* its_scales, int its_inputs, int its_group, int its_type)
-        : codes((const uint8_t*)its_codes), scales((const uint8_t*)its_scales), n_in(its_inputs), group(its_group),
-          scale_type(its_type), groups(its_inputs / its_group) {
+    Packed(const void* codes, const void* scales, int n_in, int group, int type)
+        : codes((const uint8_t*)codes), scales((const uint8_t*)scales), n_in(n_in), group(group), scale_type(type),
+          groups(n_in / group) {
         while (group << super_shift < SUPER) super_shift++;
         const int numbers = scale_type == CENTRED || scale_type == SUPER_CENTRED || scale_type == EXPONENTS ? 1 : 2;
         const int size = scale_type == ZERO_CODES_F32 ? 4 : scale_type == EXPONENTS ? 1 : 2;
         group_bytes = numbers * OUTPUTS * (scale_type < SUPER_PAIRS ? size : 1);
         if (scale_type >= SUPER_PAIRS) group_bytes += numbers * OUTPUTS * 2 >> super_shift;
     }
-    int64_t block_bytes() const { return int64_t(n_in) * OUTPUTS; }  // of 8 bits
+    int64_t block_bytes() const { return int64_t(n_in) * OUTPUTS; }  // for codes of 8 bits
 
-    // The numbers of a slice's outputs that are for all groups of SUPER inputs, those that are taken off negated.
+    // The factors of a slice's scales and zeros that all groups of SUPER inputs share; those of zeros are negated.
     struct Shared {
         vf scale, less;
     };
@@ -123,7 +127,8 @@ struct Packed {
         return {load(at), scale_type == SUPER_PAIRS ? load(at + OUTPUTS) * -1.0f : vf{}};
     }
 
-    // Scales of a slice and a group, and what a code of 0 stands for. `type`: of the scales, a constant where that saves time.
+    // The scales of a slice and group, and the weights that a code of 0 stands for. `half`: the middle code. `type`: the scale
+    // type, as a constant if possible.
     inline __attribute__((always_inline)) void scales_of(
         int type, int slice, int g, float half, const Shared& shared, vf& scale, vf& zero) const {
         const int block = slice / VECTORS, first = slice % VECTORS * LANES;
@@ -161,12 +166,12 @@ struct Packed {
     const uint8_t* scales_at(int block) const { return scales + int64_t(block) * groups * group_bytes; }
 };
 
-// Where codes and scales of blocks begin that a thread takes next; null: it takes none.
+// The beginning of the codes and scales that a thread will use next, to prefetch them; null: nothing is prefetched.
 struct Onward {
     const uint8_t *codes, *scales;
 };
 
-// Units of consecutive slices.
+// The units of consecutive slices.
 template <class U, int T> struct Units {
     U of[T];
 };
@@ -175,30 +180,30 @@ template <class U, int... SLICES> static inline Units<U, sizeof...(SLICES)> unit
     return {{U(line + SLICES * LANES * 4)...}};
 }
 
-// Inputs of codes of 4 bits that are taken together: more of them, for a single row, leave more sums in 16 bits.
+// Inputs of a unit of codes of 4 bits. For a single row, a larger unit lets more products be summed in 16 bits.
 #if defined(WITH_DOTS)
 template <int R> constexpr int FOURS_OF = 8;
 #else
 template <int R> constexpr int FOURS_OF = R > 1 ? 8 : 16;
 #endif
 
-// R rows by S slices, which begin with a block unless `next` is null. `next`: the blocks that this thread takes next, if its codes
-// are to be asked for. The groups of `w` are those of the rows from `group` on; sums begin with what is in `c` unless it is the
-// first.
+// The products of R rows and S slices. The first group of `w` is group number `group` of the rows; unless that is 0, the
+// products are added to `c`. `next`: the blocks that this thread will use next, to prefetch them; the slices must then begin
+// with a block.
 template <int KIND, int TYPE, int R, int S>
 static inline void packed_tile(
     const Packed& w, int slice, const Rounded& x, int row, int k, int group, float* c, int64_t ldc, Onward next) {
     using U = Unit<KIND, FOURS_OF<R>>;
     const int type = TYPE == ANY ? w.scale_type : TYPE;
-    const int groups = w.groups, split = w.group < FINEST;  // whether half a group of the row is one of the weights
+    const int groups = w.groups, split = w.group < FINEST;  // `split`: a group of activations has two groups of weights
     const int64_t bytes = w.block_bytes() * bits_of(KIND) / 8, group_bytes = bytes / groups, row_groups = k / w.group;
     const float* row_sums = split ? x.halves : x.sums;
     constexpr int T = S < VECTORS ? S : VECTORS;  // slices of a block
     const uint8_t* codes[S / T];
     for (int s = 0; s < S; s += T) codes[s / T] = w.codes + (slice + s) / VECTORS * bytes + (slice + s) % VECTORS * LANES * 4;
-    // From behind a block to where the next one begins.
+    // Distance from the end of a block to the next one that is used.
     const int64_t to_codes = next.codes - (codes[0] + bytes), to_scales = next.scales - w.scales_at(slice / VECTORS + 1);
-    constexpr int64_t SHARE = AHEAD / ((S + VECTORS - 1) / VECTORS);  // of each block
+    constexpr int64_t SHARE = AHEAD / ((S + VECTORS - 1) / VECTORS);  // the prefetch distance in each block
     vf acc[R][S] = {};
     if (group)
         for (int r = 0; r < R; r++)
@@ -246,15 +251,15 @@ static inline void packed_tile_of(
     }
 }
 
-// Slices of a tile of few rows and of many, as many as the registers hold sums and codes of. Codes that are unpacked for their
-// rows take registers, too; codes of 8 bits share what is made of a row's.
+// The number of slices of a tile with few or many rows, so that sums and codes fit the registers. Unpacking codes takes
+// registers, too. Slices with codes of 8 bits share the unpacked codes of a row.
 #if defined(WITH_DOTS)
 constexpr int slices_of(int, int type, bool few) { return few || type == SPREAD ? 4 : 2; }
 #else
 constexpr int slices_of(int kind, int, bool few) { return few || bits_of(kind) != 5 ? 2 : 1; }
 #endif
 
-// Rows 0 … m - 1 by blocks first … last - 1, a tile after the other.
+// The products of m rows and blocks first … last - 1, tile by tile.
 template <int KIND, int TYPE>
 static void packed_tiles(
     const Packed& w, const Rounded& x, int m, int k, int group, int first, int last, float* c, int64_t ldc, Onward next) {
@@ -263,7 +268,7 @@ static void packed_tiles(
         const int rows = std::min(ROWS_TOGETHER, m - row);
         int slice = first * VECTORS;
         auto tiles = [&](auto slices, auto most) {
-            constexpr int S = slices, TAKEN = S > VECTORS ? S : VECTORS;  // of whole blocks
+            constexpr int S = slices, TAKEN = S > VECTORS ? S : VECTORS;  // `TAKEN`: in whole blocks
             for (; slice + S <= last * VECTORS; slice += S) {
                 const int block = (slice + TAKEN) / VECTORS;
                 packed_tile_of<KIND, TYPE, S, most>(
@@ -282,10 +287,11 @@ static void packed_tiles(
     }
 }
 
-// Spread groups [from, to) of a block: a line for every 4 inputs, and scales as they are used.
+// Unpack groups [from, to) of a block: codes to 8 bits, with a line for every 4 inputs, and scales and zeros to float32.
 template <int KIND> static void spread_block(const Packed& w, int block, int from, int to, uint8_t* codes, float* scales) {
     using U = Unit<KIND>;
-    const uint8_t* at = w.codes + block * (w.block_bytes() * bits_of(KIND) / 8) + int64_t(from) * w.group * OUTPUTS * bits_of(KIND) / 8;
+    const uint8_t* block_codes = w.codes + block * (w.block_bytes() * bits_of(KIND) / 8);
+    const uint8_t* at = block_codes + int64_t(from) * w.group * OUTPUTS * bits_of(KIND) / 8;
     Packed::Shared shared[VECTORS];
     for (int g = from; g < to; g++, scales += 2 * OUTPUTS) {
         const bool begins = w.is_super(w.scale_type) && (g == from || w.begins_super(g, w.scale_type));
@@ -305,7 +311,8 @@ template <int KIND> static void spread_block(const Packed& w, int block, int fro
 }
 
 #if defined(WITH_TILES)
-// As `packed_tile`, of G times 16 rows by one block, by tiles; sums of codes are whole numbers: the bits are the same.
+// As `packed_tile`, for G * SIDE rows and one block, with tile instructions. Sums of codes are exact integers, so the result
+// has the same bits.
 template <int KIND, int G>
 static inline void packed_sides(const Packed& w, int block, const Rounded& x, int row, int k, float* c, int64_t ldc) {
     const int groups = w.groups;
@@ -319,8 +326,8 @@ static inline void packed_sides(const Packed& w, int block, const Rounded& x, in
             for (int i = 0; i < SIDE * bits_of(KIND) / 8; i++, codes += 64) {
                 if (row == 0) __builtin_prefetch(codes + AHEAD / 4, 0, 2);
                 if constexpr (bits_of(KIND) == 4) {
-                    const Unit<KIND> own(codes);
-                    memcpy(unpacked[2 * i], own.quads, sizeof own.quads);
+                    const Unit<KIND> unit(codes);
+                    memcpy(unpacked[2 * i], unit.quads, sizeof unit.quads);
                 }
             }
             load_tile<7>(bits_of(KIND) == 4 ? unpacked[0] : codes - SIDE * 64, 64);
@@ -342,33 +349,34 @@ static inline void packed_sides(const Packed& w, int block, const Rounded& x, in
 }
 #endif
 
-// f(type) for each of the types, as a constant, and for ANY at last.
+// Call f(type) for each of the types, as a constant, and then for ANY.
 template <int... TYPES, class F> static inline void unrolled_types(F&& f) {
     (f(std::integral_constant<int, TYPES>()), ...), f(std::integral_constant<int, ANY>());
 }
 
-// C of rows 0 … m - 1 and blocks first … last - 1, (m, 16 * (last - first)) with rows `ldc` apart. `next`: what this thread
-// will probably be asked for next. `room`: SPREAD_ROOM bytes.
+// The products of m rows and blocks first … last - 1, to C (m, 16 * (last - first)) with rows `ldc` apart. `next`: the blocks
+// that this thread will probably use next. `room`: SPREAD_ROOM bytes.
 template <int KIND>
 static void packed_products(
     const Packed& w, const Rounded& x, int m, int first, int last, float* c, int64_t ldc, Onward next, void* room) {
 #if defined(WITH_TILES)
     constexpr int BITS = bits_of(KIND);
     if (BITS % 4 == 0 && m >= 2 * ROWS_TOGETHER && w.group % TILE_CODES == 0) {
-        constexpr int WHOLE = BITS % 4 == 0 ? KIND : 8;  // other codes have no tiles
+        constexpr int WHOLE = BITS % 4 == 0 ? KIND : 8;  // tiles support no other codes; 8 only lets this compile
         for (int block = first; block < last; block++)
             for (int row = 0; row < m; row += 2 * SIDE) {
-                float* own = c + row * ldc + (block - first) * OUTPUTS;
-                if (m - row > SIDE) packed_sides<WHOLE, 2>(w, block, x, row, w.n_in, own, ldc);
-                else packed_sides<WHOLE, 1>(w, block, x, row, w.n_in, own, ldc);
+                float* to = c + row * ldc + (block - first) * OUTPUTS;
+                if (m - row > SIDE) packed_sides<WHOLE, 2>(w, block, x, row, w.n_in, to, ldc);
+                else packed_sides<WHOLE, 1>(w, block, x, row, w.n_in, to, ldc);
             }
         return;
     }
 #endif
     if (m < few_to_spread(bits_of(KIND))) {
-        // The types of scales that codes of so many bits have in files and drafts are constants.
+        // The scale types that files and drafts have for codes of this kind are compiled as constants.
         constexpr int WIDTH = bits_of(KIND), TABLE = table_of(KIND);
-        constexpr int USUAL = TABLE == E2M1 ? EXPONENTS : TABLE == IQ4 || WIDTH == 6 ? SUPER_CENTRED : WIDTH == 8 ? CENTRED : SUPER_PAIRS;
+        constexpr int PLAIN = WIDTH == 8 ? CENTRED : SUPER_PAIRS;
+        constexpr int USUAL = TABLE == E2M1 ? EXPONENTS : TABLE == IQ4 || WIDTH == 6 ? SUPER_CENTRED : PLAIN;
         constexpr int DRAFTS = TABLE || WIDTH % 4 ? USUAL : ZERO_VALUES;
         constexpr int BARE = TABLE == E2M1 || WIDTH == 6 ? USUAL : CENTRED, PLUS = !TABLE && WIDTH < 6 ? PAIRS : USUAL;
         bool done = false;
@@ -378,7 +386,7 @@ static void packed_products(
         });
         return;
     }
-    // Many rows: a few blocks at a time are spread once for all of them.
+    // Many rows: spread a few blocks at a time, once for all rows.
     const int step = SPREAD_INPUTS / w.group;
     for (int block = first; block < last; block += BLOCKS_TOGETHER) {
         const int n = std::min(BLOCKS_TOGETHER, last - block);
