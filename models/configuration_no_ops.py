@@ -1,7 +1,8 @@
 """The config of a draft without some sub-layers. `swiftopt export` copies this file next to the weights.
 
-vLLM imports it with --trust-remote-code. Its DeciLMForCausalLM wants `config.block_configs[i].attention.no_op` as
-attributes, and no config class of vLLM or transformers has them. This file defines two classes and does nothing else.
+vLLM imports it with --trust-remote-code. Its DeciLMForCausalLM reads the attribute
+`config.block_configs[i].attention.no_op`, and no config class of vLLM or transformers has it. This file defines two
+classes and does nothing else.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from transformers import LlamaConfig
 
 
 class NoOpBlock(dict[str, Any]):
-    """A JSON object whose keys are attributes, too, so that config.json can be read and written as ever."""
+    """A JSON object whose keys are also attributes, so that config.json is read and written as usual."""
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -22,7 +23,7 @@ class NoOpBlock(dict[str, Any]):
 
 
 class NoOpsConfig(LlamaConfig):  # type: ignore[no-untyped-call]
-    """A Llama config with `block_configs`: per layer `attention` and `ffn`, each with `no_op`."""
+    """A Llama config with `block_configs`: for each layer `attention` and `ffn`, each with `no_op`."""
 
     model_type = "nemotron-nas"
 

@@ -1,4 +1,4 @@
-"""How much memory of this machine a process can still take; nothing here needs torch."""
+"""The memory that a process can still allocate on this machine; without torch."""
 
 from __future__ import annotations
 

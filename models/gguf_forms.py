@@ -1,6 +1,6 @@
-"""How llama.cpp keeps each family in a GGUF file: one row per type of model, used by what reads and writes files.
+"""How llama.cpp stores each family in a GGUF file: one row per model type, for reading and for writing files.
 
-gguf's own table maps names of tensors; a row says what its converter changes in them, and what its settings mean.
+The gguf package maps names of tensors; a row says what the converter changes in them, and what the settings mean.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ _EXPERTS = {
 _LOCAL_EXPERTS = {"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"}
 _SHARED = {"expert_shared_feed_forward_length": "shared_intermediate_size"}
 _GROUPS = {"expert_group_count": "n_group", "expert_group_used_count": "topk_group"}
-_SIGMOIDS = {"expert_gating_func": (2,)}  # What scores of experts are: the value of all files of an architecture.
-# Routers as DeepSeek's: sigmoids, divided by their sum or not, times a factor.
+_SIGMOIDS = {"expert_gating_func": (2,)}  # Scores of experts are sigmoids, in all files of an architecture.
+# Routers like DeepSeek's: sigmoids, possibly divided by their sum, times a factor.
 _ROUTED: dict[str, Any] = dict(
     choices={"expert_weights_norm": ("norm_topk_prob", {True: True, False: False, None: False})},
     ignored=_SIGMOIDS,
@@ -67,7 +67,7 @@ _GRANITE: dict[str, Any] = dict(
         "logit_scale": "logits_scaling",
     },
 )
-# What llama.cpp's converter writes of layers with states, also where a model has none.
+# Settings of state spaces, which llama.cpp's converter also writes for models without them.
 _SPACE: dict[str, Any] = dict(
     sizes={
         "ssm.conv_kernel": "mamba_d_conv",
@@ -87,7 +87,7 @@ _STATES_ALONE: dict[str, Any] = dict(
     ignored={"attention.head_count": (0,), "feed_forward_length": (0,)},
 )
 _WINDOW = "attention.sliding_window"
-# What images need: three positions for a token, which are the same for text, and layers that read an image's features.
+# Settings for images: three positions of a token, which are equal for text, and layers that read an image's features.
 _IMAGES: dict[str, None] = {"rope.dimension_sections": None, "n_deepstack_layers": None}
 _DELTA: dict[str, Any] = dict(
     adds_to_norms=1.0,
@@ -190,7 +190,7 @@ FORMS: dict[str, GgufForm] = {
             "qk_layernorm": _flag("attn_q_norm.weight"),
             "use_parallel_residual": ("ffn_norm.weight", False, True),
         },
-        ignored={"use_parallel_residual": None},  # Files of serial models say true, too: llama.cpp goes by the norm.
+        ignored={"use_parallel_residual": None},  # Also true in files of serial models; llama.cpp looks at the norms.
     ),
     "phi": GgufForm("phi2", fields=_epsilon("layer_norm_eps"), rotates_in_part=True),
     "nemotron": GgufForm(
@@ -253,14 +253,14 @@ FORMS: dict[str, GgufForm] = {
     "bitnet": GgufForm(
         "bitnet",
         joined={"self_attn.attn_sub_norm": ("attn_sub_norm",), "mlp.ffn_sub_norm": ("ffn_sub_norm",)},
-        # llama.cpp takes silu where a file says nothing.
+        # llama.cpp's default is silu.
         choices={"hidden_activation": ("hidden_act", {"relu2": "relu2", "silu": "silu", None: "silu"})},
         flags=_ATTENTION_BIAS,
     ),
     "falcon": GgufForm(
         "falcon",
         fields=_epsilon("layer_norm_epsilon"),
-        # Attention and MLP are parallel in each; a model of one key head is a new one with one group of heads.
+        # Attention and MLP are parallel in all models; one with a single key head is a new one with one group of heads.
         constants={"new_decoder_architecture": True, "parallel_attn": True, "alibi": False},
         flags={"bias": _flag("attn_qkv.bias"), "num_ln_in_parallel_attn": ("attn_norm_2.weight", 2, 1)},
     ),
@@ -357,7 +357,7 @@ FORMS: dict[str, GgufForm] = {
         window_period=2,
         ignored={"expert_gating_func": None},
     ),
-    # Files leave out what Scout and Maverick have in common.
+    # Files lack settings whose values are the same in Scout and Maverick.
     "llama4_text": GgufForm(
         "llama4",
         has_head_dim=True,
@@ -372,7 +372,7 @@ FORMS: dict[str, GgufForm] = {
         window_period=4,
         unnormed=128,
     ),
-    # The converter puts all multipliers into the weights, and gates before the norm.
+    # The converter multiplies all multipliers into the weights; gates come before the norm.
     "falcon_h1": GgufForm(
         "falcon-h1",
         has_head_dim=True,
@@ -445,12 +445,12 @@ FORMS: dict[str, GgufForm] = {
         quotients={"mamba_head_dim": ("ssm.inner_size", "ssm.time_step_rank")},
         flags={"mlp_bias": _flag("ffn_up.bias"), "use_conv_bias": _flag("ssm_conv1d.bias")},
         constants={"mlp_hidden_act": "relu2", "use_bias": False},
-        # llama.cpp rotates nothing in these models, whatever a file says of it.
+        # llama.cpp does not rotate in these models, whatever the file says.
         ignored={**_SIGMOIDS, "rope.dimension_count": None, "rope.freq_base": None},
     ),
     "qwen3_5_text": GgufForm("qwen35", **_DELTA, tiled_heads=True),
     "qwen3_5_moe_text": GgufForm("qwen35moe", **_DELTA, **_GATED_SHARED, tiled_heads=True),
-    # It computes the same as Qwen3.5 MoE, whose modules are those of newer files.
+    # It computes the same as Qwen3.5 MoE, whose modules have the form of newer files.
     "qwen3_next": GgufForm("qwen3next", model_type="qwen3_5_moe_text", **_DELTA, **_GATED_SHARED),
     "lfm2": GgufForm("lfm2", **_LFM2, constants={"block_auto_adjust_ff_dim": False, "conv_bias": False}),
     "lfm2_moe": GgufForm(

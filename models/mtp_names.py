@@ -1,4 +1,4 @@
-"""Multi-token-prediction layers of checkpoints: how their tensors are named, and the config of such a layer alone."""
+"""Multi-token-prediction (MTP) layers of checkpoints: names of their tensors, and the config of such a layer alone."""
 
 from __future__ import annotations
 
@@ -7,32 +7,34 @@ from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
-LAYER = "model.layers.0."  # How the names of the layer's tensors begin in a model of the layer alone.
+LAYER = "model.layers.0."  # Prefix of the layer's tensors in a model of the layer alone.
 
 
 @dataclass(frozen=True, slots=True)
 class Mtp:
     """The multi-token-prediction layer of a family's checkpoints: a decoder layer after two norms and a linear map.
 
-    It reads a position's state after the model's final norm, and the embedding of the token that follows there. It
-    predicts the token after that one. `names` maps how stored names begin to how they begin in a model of this layer
-    alone, beside which are `embed_norm`, `hidden_norm` and `projection`; the first that fits counts, and {n} is the
-    number of the model's own layers. "": the tensor is a copy of one of the model's own, or is not read. `attention` is
-    the type of the layer where the config names none (mtp_layer_types).
+    It reads a position's state after the model's final norm, and the embedding of the next token, and predicts the
+    token after that.
+
+    names: prefix of stored names -> prefix in a model of this layer alone, which also has `embed_norm`, `hidden_norm`
+        and `projection`. The first prefix that matches is used; {n} stands for the number of the model's own layers.
+        "": the tensor is a copy of one of the model's own, or is not read.
+    attention: type of the layer, if the config has no mtp_layer_types.
     """
 
     names: Mapping[str, str]
     attention: str = "full_attention"
 
     def name_of(self, stored: str, n_layers: int) -> str | None:
-        """Return a stored tensor's name in a model of the layer alone; "": it is not read; None: it is not of it."""
+        """Return a stored tensor's name in a model of this layer alone; "": not read; None: of another layer."""
         for begin, replacement in self.names.items():
             if stored.startswith(begin := begin.format(n=n_layers)):
                 return replacement and replacement + stored.removeprefix(begin)
         return None
 
 
-# One layer more, after DeepSeek V3.
+# Stored as one more layer after the model's own, as in DeepSeek V3.
 NUMBERED = Mtp(
     {
         "model.layers.{n}.enorm.": "embed_norm.",
@@ -44,7 +46,7 @@ NUMBERED = Mtp(
         "model.layers.{n}.": LAYER,
     }
 )
-# Apart from the other layers, after Qwen3-Next.
+# Stored under a prefix of its own, as in Qwen3-Next.
 NAMED = Mtp(
     {
         "mtp.pre_fc_norm_embedding.": "embed_norm.",
@@ -58,9 +60,9 @@ NAMED = Mtp(
 
 
 def config_of_layer(config: Any, mtp: Mtp, names: Iterable[str]) -> Any:
-    """Return the config of a model that has a multi-token-prediction layer alone.
+    """Return the config of a model with only a multi-token-prediction layer.
 
-    Whether that has experts is read off the `names` of its tensors: some families have none there (K-EXAONE).
+    The `names` of its tensors tell whether it has experts; in some families it has none (K-EXAONE).
     """
     alone, has_experts = deepcopy(config), any(name.startswith(f"{LAYER}mlp.experts.") for name in names)
     alone.num_hidden_layers = 1

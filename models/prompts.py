@@ -1,6 +1,7 @@
 """Checks prompts against a saved model's files, without torch.
 
-A loaded model checks every prompt again: files may leave values to transformers, and tokens to a chat template.
+A loaded model checks every prompt again, because files may leave values to transformers' defaults, and a chat template
+may add tokens.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from ..core.types import Prompt
 from .config_layout import context_limit
 from .saved import model_values
 
-MOST_BYTES = 4 << 20  # Total bytes of prompts tokenised to count their tokens, which takes about 1 s per MB.
+MOST_BYTES = 4 << 20  # Most bytes of prompts that are tokenised to count their tokens: that takes about 1 s per MB.
 
 
 def refuse_overflow(n_prompt: int, max_new_tokens: int, limit: int, whose: str = "") -> None:
@@ -45,11 +46,11 @@ def no_template(whose: str) -> InvalidInput:
 def check_prompts(
     folder: Path, tokenizer: Path, prompts: Sequence[Prompt], max_new_tokens: int, biased: Iterable[int] = ()
 ) -> None:
-    """Check, as far as its files tell, that a saved model can decode prompts.
+    """Check from a saved model's files whether it can decode prompts.
 
-    Tokens added by a template or the tokenizer are not counted, so that no prompt that fits is refused.
+    Tokens that a template or the tokenizer adds are not counted, so no prompt that fits is refused.
 
-    Args:   tokenizer: the folder with the model's tokenizer. max_new_tokens: of prompts that say nothing else.
+    Args:   tokenizer: the folder with the model's tokenizer. max_new_tokens: for prompts without their own limit.
             biased: the token ids of a `logit_bias`.
     Raises: InvalidInput: there is no chat template for a chat. SettingsError: the model has no such token.
         ContextOverflow: a prompt does not fit the context. ModelNotFound: the config cannot be read.
@@ -106,7 +107,7 @@ def _has_template(folder: Path) -> bool:
 
 
 def _stated_context(config: Mapping[str, Any]) -> int | None:
-    """Return the most positions by the config's own words; None where it leaves them to transformers' defaults."""
+    """Return the number of positions in the config; None: it leaves that to transformers' defaults."""
     limit = config.get("max_position_embeddings", config.get("n_positions"))
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if type(limit) is not int or not isinstance(rope, Mapping):

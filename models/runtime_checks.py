@@ -1,4 +1,4 @@
-"""What a runtime refuses before it computes: texts that are too long, and drafts that are for another model."""
+"""Checks before a runtime computes: of the length of texts, and that drafts fit the model."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .prompts import refuse_overflow
 
 
 class RuntimeChecks:
-    """The checks of `Runtime`, which fills in the fields."""
+    """The checks of `Runtime`, a subclass that sets the fields."""
 
     n_layers: int
     max_positions: int
@@ -24,7 +24,7 @@ class RuntimeChecks:
         refuse_overflow(n_prompt, max_new_tokens, self.max_positions)
 
     def check_layer_set(self, layer_set: LayerSet) -> None:
-        """Raises: LayerSetError: the set was made for another depth, or for another number of experts."""
+        """Raises: LayerSetError: the set is for another number of layers or of experts."""
         if layer_set.n_layers != self.n_layers:
             raise LayerSetError(
                 f"the layer set is for {layer_set.n_layers} layers, but this model has {self.n_layers}:"
@@ -34,7 +34,7 @@ class RuntimeChecks:
             refuse_experts(layer_set, self.blocks)
 
     def check_depth(self, depth: int) -> None:
-        """Raises: SettingsError: no draft can leave this model after `depth` layers. UnsupportedModel: it has one."""
+        """Raises: SettingsError: a draft cannot end after `depth` layers. UnsupportedModel: the model has one layer."""
         if self.n_layers == 1:
             raise UnsupportedModel(
                 "this model has one layer, so that there is nothing to leave early: use another method"
@@ -46,7 +46,7 @@ class RuntimeChecks:
             )
 
     def check_same_tokenizer(self, target: RuntimeChecks) -> None:
-        """Raises: InvalidInput: this model's token ids do not mean what the target's mean."""
+        """Raises: InvalidInput: this model's tokenizer has other tokens than the target's."""
         vocab: dict[str, int] = getattr(self.tokenizer, "get_vocab", dict)()
         other: dict[str, int] = getattr(target.tokenizer, "get_vocab", dict)()
         if vocab != other:

@@ -1,7 +1,7 @@
-"""Finds the text part of a multimodal checkpoint: its config's values, and its tensors' names.
+"""Finds the text part of a multimodal checkpoint: the values of its config, and the names of its tensors.
 
-A text has the same position in each of the axes that Qwen-VL's rotary embedding has. So its text part computes what
-Qwen computes, and is loaded as that family.
+Qwen-VL's rotary embedding has several axes, and a token of text has the same position on all of them. So the text part
+of such a model computes the same as Qwen, and is loaded as that family.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import Any
 
 from ..core.errors import UnsupportedModel
 
-# Model types of multimodal checkpoints, and the families that compute their text parts by the text part's own type; of
-# several the first is usual.
+# Multimodal model types, and for each the families of text parts by the text part's own type; the first of several is
+# the default.
 MULTIMODAL: dict[str, Mapping[str, str]] = {
     "gemma3": {"gemma3_text": "gemma3_text"},
     "gemma4": {"gemma4_text": "gemma4_text"},
@@ -31,7 +31,7 @@ MULTIMODAL: dict[str, Mapping[str, str]] = {
     "qwen3_5": {"qwen3_5_text": "qwen3_5_text"},
     "qwen3_5_moe": {"qwen3_5_moe_text": "qwen3_5_moe_text"},
 }
-# Which models are of these types.
+# Names of models of these types.
 NAMES = {
     "gemma3": "Gemma 3 4B, 12B, 27B",
     "gemma4": "Gemma 4 E2B, E4B, 26B-A4B, 31B",
@@ -47,7 +47,7 @@ NAMES = {
     "qwen3_5": "Qwen3.5, Qwen3.6, Qwen3.8",
     "qwen3_5_moe": "Qwen3.5 MoE, Qwen3.6 MoE",
 }
-# Fields of a family's config that a type's text part has no choice of.
+# Fields of a family's config that have a fixed value in a type's text part.
 CONSTANTS: dict[str, dict[str, Any]] = {"qwen3_vl_moe": {"norm_topk_prob": True}}
 FLAT = ("qwen2_vl", "qwen2_5_vl")  # Older configs of these mix the values of the text part with the others.
 # Config fields that the whole model has and that its text part needs; they take precedence over the text part's own.
@@ -55,7 +55,7 @@ OF_ALL = (
     *("tie_word_embeddings", "dtype", "torch_dtype", "quantization_config", "compression_config"),
     *("bos_token_id", "eos_token_id", "pad_token_id"),
 )
-# Rotary parameters that tell only what images change, and the older name of "rope_type", which has been read then.
+# Rotary parameters that concern only images, and the older name of "rope_type", which has already been read.
 OF_IMAGES = ("mrope_section", "mrope_interleaved", "type")
 HEAD = "lm_head.weight"
 _OTHER_PARTS = re.compile(
@@ -66,7 +66,7 @@ _TEXT_PREFIX = re.compile(r"(model\.)?language_model\.(model\.)?")
 
 
 def text_name(stored: str) -> str | None:
-    """Return the name that a tensor has in the text part alone; None: it is of another part.
+    """Return a tensor's name in the text part; None: it belongs to another part.
 
     Older and newer versions of transformers write "language_model.model.", "model.language_model." or "model.".
     """
@@ -83,10 +83,10 @@ def whole_names(name: str) -> tuple[str, ...]:
 
 
 def text_values(values: Mapping[str, Any], path: Path) -> dict[str, Any]:
-    """Return what a multimodal config says of its text part: `model_type` is the text part's own.
+    """Return the values of a multimodal config for its text part; `model_type` is the text part's own.
 
-    Args:   path: of the config, for errors.
-    Raises: UnsupportedModel: it does not say what computes the text part.
+    Args:   path: the config's, for messages.
+    Raises: UnsupportedModel: the type of the text part is not supported.
     """
     outer = values["model_type"]
     types = MULTIMODAL[outer]
@@ -106,15 +106,15 @@ def text_values(values: Mapping[str, Any], path: Path) -> dict[str, Any]:
 
 
 def text_config(values: Mapping[str, Any], outer: str) -> Any:
-    """Return the config of transformers by which the family computes what `text_values` describes."""
+    """Return transformers' config of the family for the values that `text_values` returned."""
     from transformers import CONFIG_MAPPING, AutoConfig
 
     family = MULTIMODAL[outer][values["model_type"]]
-    # Each type has defaults of its own: let its class fill them in first. Kimi K2 has no class but the family's.
+    # Let the type's own class fill in its defaults first. Kimi K2 has no class of its own, so the family's is used.
     values = values if values["model_type"] in CONFIG_MAPPING else {**values, "model_type": family}
     filled = AutoConfig.for_model(**values).to_dict()
     config_class: Any = CONFIG_MAPPING[family]
-    # Qwen3 MoE's config takes the size of a head, and does not declare it; a field may have another name within.
+    # Qwen3 MoE's config accepts head_dim without declaring it. A declared field may have another attribute name.
     names = {
         "head_dim",
         "per_layer_config",

@@ -1,7 +1,7 @@
 """Imports `transformers.models` in half the time, and completes its list of language models.
 
-transformers lists what its models' files define, some 1,650 of them, when it is imported, and again for the package of
-its models: the cache of that function has places for 128 folders, and there are 550 (transformers 5.23).
+When transformers is imported, it lists what the files of its models define, some 1,650 of them; and it does so again
+for the package of models, because the cache of that function holds 128 folders and there are 550 (transformers 5.23).
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 PREFIX = "models."
-# Types whose language model transformers lists for other tasks alone, and its class.
+# Types whose language model transformers does not list for text generation, and its class.
 UNLISTED = {"mistral4": "Mistral4ForCausalLM"}
 
 
 def import_models() -> None:
-    """Import `transformers.models` by the list that transformers has made of its files already."""
+    """Import `transformers.models`, reusing the list of its files that transformers has already made."""
     if "transformers.models" in sys.modules:
         return
     import transformers
@@ -29,7 +29,7 @@ def import_models() -> None:
     def of_models(path: str, prefix: str | None = None) -> Any:
         if prefix is not None or Path(path).parent != folder:
             return define(path, prefix)
-        listed = define(folder, prefix="models")  # As transformers calls it: the result is cached by its arguments.
+        listed = define(folder, prefix="models")  # The arguments of transformers' own call, so that the cache has it.
         return {
             backends: {name.removeprefix(PREFIX): names for name, names in files.items() if name.startswith(PREFIX)}
             for backends, files in listed.items()

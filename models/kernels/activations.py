@@ -24,7 +24,7 @@ ACTIVATIONS = {
 
 
 def curve_of(mlp: nn.Module, activation: int) -> Any:
-    """Return the numbers of a learned activation, the XIELU of an MLP; zeros where it has none."""
+    """Return the parameters of an MLP's learned activation (XIELU); zeros for other activations."""
     numbers = [0.0] * 4
     for module in mlp.modules() if activation == layout.XIELU else ():
         if hasattr(module, "alpha_p"):

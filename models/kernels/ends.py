@@ -1,4 +1,4 @@
-"""Describes to the library what ends layers, and the vectors that it reads; see `ends.h`."""
+"""Describes the ends of layers, and per-layer inputs, to the library; see `ends.h`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MapOf = Callable[[Any], layout.Map]
 
 def end_of(end: LayerEnding, norm_of: NormOf, map_of: MapOf, activation: int) -> layout.LayerEnd:
     scale = 1.0 if end.scale is None else float(end.scale)
-    gate, out = (layout.Map() if one is None else map_of(one) for one in (end.gate, end.out))
+    gate, out = (layout.Map() if module is None else map_of(module) for module in (end.gate, end.out))
     mlp = layout.Mlp(activation=activation, gate_scale=1.0)
     return layout.LayerEnd(norm_of(end.after), gate, out, mlp, scale)
 

@@ -1,4 +1,4 @@
-"""Describes to the library each head's maps between its query, a latent, and its output; see `models/latents.py`."""
+"""Describes the maps of heads in latent attention to the library; see `models/latents.py`."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from .limits import refuse_hooks
 
 
 def maps_by_head(heads: HeadLayout, module: Any, dtype: torch.dtype, keep: Callable[[Any], Any]) -> tuple[Any, Any]:
-    """Return an array of each head's maps to the latent, and one of those from it.
+    """Return two arrays with a map for each head: from its query to the latent, and from the latent to its output.
 
-    Args: module: the map from the latent to keys and values. keep: keeps what an array points to alive, and returns it.
+    Args: module: the map from the latent to keys and values. keep: keeps a tensor or array alive, and returns it.
     """
     refuse_hooks(module)
     of_keys, of_values = maps_of_heads(heads, weight_of(module).to(dtype))
-    # A query times a head's map has as many sums as the latent has values: it is read by outputs.
+    # The map to keys is used in the other direction, from a query to the latent, so it is transposed.
     stacks = keep(of_keys.transpose(1, 2).contiguous()), keep(of_values)
-    of_keys_maps, of_values_maps = ([stack_map(one) for one in stack] for stack in stacks)
+    of_keys_maps, of_values_maps = ([stack_map(weight) for weight in stack] for stack in stacks)
     n = heads.n_heads
     return keep((layout.Map * n)(*of_keys_maps)), keep((layout.Map * n)(*of_values_maps))

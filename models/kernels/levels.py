@@ -1,6 +1,6 @@
-"""What the kernels' library is compiled for: one table, which the build of a wheel and the running program both read.
+"""The instruction sets that the kernels' library is compiled for, for builds of wheels and for the running program.
 
-It imports nothing of swiftopt, so that a build can read it before anything is installed.
+This module imports nothing of swiftopt, so a build can import it before anything is installed.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ MATHS = ("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
 class Level:
     """Instructions that the library is compiled for; a processor must have all of `needs`.
 
-    `march`: the compilers' name of the architecture. `extras`: sets of further instructions, each compiled by itself,
-    the best first; a processor takes the first of which it has all.
+    `march` is the compilers' name of the architecture. `extras` are sets of further instructions, the best first. There
+    is a library for each set, and a processor uses the first set that it supports completely.
     """
 
     march: str | None
@@ -48,7 +48,7 @@ LEVELS = {
 
 
 def library_name(level: str, extras: tuple[str, ...], system: str, machine: str) -> str:
-    """Return the file name of a library; it changes with whatever makes another one of it, but for the compiler.
+    """Return the file name of a library, with a digest of everything that its content depends on but the compiler.
 
     Args: system, machine: as `platform.system` and `platform.machine` name them.
     """

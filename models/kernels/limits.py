@@ -16,7 +16,7 @@ from .layout import Unsupported
 def known_form(norm: Any, width: int, dtype: torch.dtype, device: torch.device, n_heads: int = 0) -> NormForm:
     """Return what a norm of `width` values computes; see `form_of`.
 
-    Raises: Unsupported: it is of a kind that the kernels do not compute.
+    Raises: Unsupported: the kernels do not support this kind of norm.
     """
     form = form_of(norm, width, dtype, device, n_heads)
     if form is None:
@@ -25,7 +25,7 @@ def known_form(norm: Any, width: int, dtype: torch.dtype, device: torch.device, 
 
 
 def refuse_group(module: CodedLinear) -> None:
-    """Raises: Unsupported: the kernels know no groups of that size."""
+    """Raises: Unsupported: the kernels do not support groups of this size."""
     if module.group not in GROUPS and not isinstance(module, BlockLinear):
         raise Unsupported(f"groups of {module.group} weights are computed by torch")
 

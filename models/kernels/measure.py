@@ -25,9 +25,10 @@ READ = "memory read"
 
 
 def measured() -> Speeds:
-    """The speed of each way: the levels of our kernels that are compiled, torch's own and oneDNN's; and of reading.
+    """Return the speeds of compiled levels of our kernels, of torch's and oneDNN's kernels, and of reading.
 
-    Measured in turns, in bfloat16, and kept for `preferred`; while other programs run only where none were kept before.
+    They are measured in turns in bfloat16, and stored for `preferred`. While other programs run, they are stored only
+    if there are none yet.
     """
     import torch
 
