@@ -64,11 +64,11 @@ def renamed(name: str, named: Experts | None) -> str:
 
 
 def stored_experts(
-    model: nn.Module, named: Experts | None, formats: tuple[str, ...], own: Mapping[str, str]
+    model: nn.Module, named: Experts | None, formats: tuple[str, ...], stored_names: Mapping[str, str]
 ) -> list[StoredExperts]:
     """Find the experts whose maps are stored separately.
 
-    Args: formats: names of a map's tensors in the format; the first marks a map as quantised. own: stored names by
+    Args: formats: names of a map's tensors in the format; the first marks a map as quantised. stored_names: by
           `plain_name`.
     """
     mixtures = []
@@ -79,7 +79,8 @@ def stored_experts(
         for part, stored in zip(PARTS, named.stored, strict=True):
             stems = [plain_name(f"{module}.{expert}.{stored}.") for expert in range(n_experts)]
             maps[part] = [
-                {leaf: own[stem + leaf] for leaf in (*formats, "weight") if stem + leaf in own} for stem in stems
+                {leaf: stored_names[stem + leaf] for leaf in (*formats, "weight") if stem + leaf in stored_names}
+                for stem in stems
             ]
         if any(formats[0] in parts for of_part in maps.values() for parts in of_part):
             mixtures.append(StoredExperts(module, maps))
@@ -109,12 +110,12 @@ def read_experts(
     with ThreadPoolExecutor(n_threads()) as pool:
         all_maps = list(pool.map(made, places))
     maps = {part: all_maps[i * n_experts : (i + 1) * n_experts] for i, part in enumerate(PARTS)}
-    codes = {part: [one for one in of_part if isinstance(one, CodedLinear)] for part, of_part in maps.items()}
+    codes = {part: [map_ for map_ in of_part if isinstance(map_, CodedLinear)] for part, of_part in maps.items()}
     if coded and all(len(of_part) == n_experts for of_part in codes.values()):
         model.set_submodule(stored.module, BlockExperts(codes, named, module, dtype))
         return
     for leaf, parts in HALVES.items():
-        weights = {part: torch.stack([one.weight.data.to(dtype) for one in maps[part]]) for part in parts}
+        weights = {part: torch.stack([map_.weight.data.to(dtype) for map_ in maps[part]]) for part in parts}
         setattr(module, leaf, nn.Parameter(stacked(weights, leaf, named), requires_grad=False))
 
 

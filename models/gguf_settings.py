@@ -82,18 +82,18 @@ def config_of(file: GgufFile) -> dict[str, Any]:
     n_further = min(int(settings.number(NEXT_LAYERS, 0)), settings.size("block_count") - 1)
     n_layers = settings.size("block_count") - n_further
     layer_types = _layer_types(settings, family, form, n_layers, n_further)
-    given = {FIELDS[name]: settings.size(name, usual.get(name)) for name in needed}
+    values = {FIELDS[name]: settings.size(name, usual.get(name)) for name in needed}
     vocab = file.settings.get("tokenizer.ggml.tokens")
-    given["vocab_size"] = settings.size("vocab_size", len(vocab) if isinstance(vocab, Texts) else None)
-    check_values(given, file.path)
-    given["num_hidden_layers"] = n_layers
-    heads = given.get("num_attention_heads", 1)
+    values["vocab_size"] = settings.size("vocab_size", len(vocab) if isinstance(vocab, Texts) else None)
+    check_values(values, file.path)
+    values["num_hidden_layers"] = n_layers
+    heads = values.get("num_attention_heads", 1)
     if family.rotary is not None or form.mixed_by in ("kv_heads", "sub_layers"):
         n_kv_heads = settings.size(KV_HEADS, heads)  # With latent attention, files say 1 or the number of heads.
-        given["num_key_value_heads"] = n_kv_heads if family.latents is None else heads
+        values["num_key_value_heads"] = n_kv_heads if family.latents is None else heads
     config: dict[str, Any] = {
         **form.constants,
-        **{family.fields.get(name, name): value for name, value in given.items()},
+        **{family.fields.get(name, name): value for name, value in values.items()},
     }
     taken: dict[str, Any] = {}
     for name, field in form.fields.items():
@@ -111,7 +111,7 @@ def config_of(file: GgufFile) -> dict[str, Any]:
     for field, (tensor, if_there, if_not) in form.flags.items():
         is_there = not of_layers.isdisjoint((tensor, tensor.replace("attn_q.", "attn_qkv.")))
         config[field] = if_there if is_there else if_not
-    config |= {field: settings.choice(name, values) for name, (field, values) in form.choices.items()}
+    config |= {field: settings.choice(name, choices) for name, (field, choices) in form.choices.items()}
     for tensor, fields in form.periods.items():
         config |= zip(fields, _period(file, tensor, n_layers), strict=True)
     for name in form.by_layer.values():
@@ -121,7 +121,7 @@ def config_of(file: GgufFile) -> dict[str, Any]:
         config |= _sizes_of_latents(settings)
         head_dim = config["qk_rope_head_dim"]
     elif family.rotary is not None or form.has_head_dim:
-        head_dim = _head_dim(settings, form, given["hidden_size"], heads)
+        head_dim = _head_dim(settings, form, values["hidden_size"], heads)
     config |= {"head_dim": head_dim} if form.has_head_dim else {}
     if family.rotary is not None:
         if form.score_scale is not None:
@@ -130,9 +130,9 @@ def config_of(file: GgufFile) -> dict[str, Any]:
             config["use_qk_norm"] = config.get("num_local_experts") != form.unnormed
         if form.wide_scores is not None:
             config["query_pre_attn_scalar"] = (
-                given["hidden_size"] // heads if n_layers == form.wide_scores else head_dim
+                values["hidden_size"] // heads if n_layers == form.wide_scores else head_dim
             )
-        config |= _positions(file, settings, family, form, head_dim, given["max_position_embeddings"])
+        config |= _positions(file, settings, family, form, head_dim, values["max_position_embeddings"])
         config |= _windows(settings, family, form, n_layers, n_further)
     if form.lists_layers or (form.mixed_by is not None and not form.periods):
         config[family.fields.get("layer_types", "layer_types")] = layer_types
@@ -412,15 +412,15 @@ def token_ids(file: GgufFile) -> dict[str, int | None]:
     Raises: ModelNotFound: an id is not that of a token.
     """
     usual = SENTENCEPIECE if file.settings.get("tokenizer.ggml.model") == "llama" else {}
-    given = {name: file.settings.get(key, usual.get(name)) for name, key in IDS.items()}
+    ids = {name: file.settings.get(key, usual.get(name)) for name, key in IDS.items()}
     n_tokens = len(file.settings.get("tokenizer.ggml.tokens", ()))
-    for name, number in given.items():
+    for name, number in ids.items():
         if number is not None and not (type(number) is int and 0 <= number < n_tokens):
             raise ModelNotFound(
                 f"{file.path} has the setting {IDS[name]} = {shown(number)}, which is none of its {n_tokens} tokens:"
                 " download it again"
             )
-    return given
+    return ids
 
 
 def ends_of(file: GgufFile) -> int | list[int] | None:

@@ -253,10 +253,10 @@ def _check_replacements(model: Any, adapter: Adapter, replacements: Mapping[str,
         if name not in owned or not listed:
             why = "is no part of its base" if name not in owned else f"is not named by its {ADAPTER}"
             raise _no_place(adapter, stored, why)
-    given = {name.rpartition(".")[0] for name in replacements}
+    replaced_modules = {name.rpartition(".")[0] for name in replacements}
     for name, _ in model.named_modules():
         last = next((kept for kept in adapter.modules_to_save if name.endswith(kept)), None)
-        if last is not None and not any(f"{module}.".startswith(f"{name}.") for module in given):
+        if last is not None and not any(f"{module}.".startswith(f"{name}.") for module in replaced_modules):
             raise ModelNotFound(
                 f"{adapter.weights} lacks the weights of {name}, which modules_to_save of its {ADAPTER} names: copy the"
                 " adapter again"

@@ -199,15 +199,21 @@ def write_restacked(folder: Path, pairs: Sequence[Pair], out: Path, formats: Lay
     with stored_tensors(folder) as tensors:
         shapes = tensors.shapes()
         placed = _placed(shapes, FAMILIES[config.model_type], pairs, folder)
-        maps = [one for one in placed if one.sub and one.new.endswith(".weight") and len(shapes[one.stored]) == 2]
+        maps = [
+            tensor
+            for tensor in placed
+            if tensor.sub and tensor.new.endswith(".weight") and len(shapes[tensor.stored]) == 2
+        ]
         form = None
         if formats is not None and takes_fewer_bits(folder):
             subs = [sub for pair in pairs for sub in zip(KINDS, pair, strict=True) if sub[1] is not None]
-            form = packed_form(formats, cast("list[SubLayer]", subs), {shapes[one.stored][1] for one in maps})
+            form = packed_form(formats, cast("list[SubLayer]", subs), {shapes[tensor.stored][1] for tensor in maps})
         few = set[str]()
         if form is not None and formats is not None:
-            few = {one.new for one in maps if one.sub and formats.format_of(*one.sub)}
-            whole = {one.new.removesuffix(".weight") for one in maps} - {name.removesuffix(".weight") for name in few}
+            few = {tensor.new for tensor in maps if tensor.sub and formats.format_of(*tensor.sub)}
+            whole = {tensor.new.removesuffix(".weight") for tensor in maps} - {
+                name.removesuffix(".weight") for name in few
+            }
             changed["quantization_config"] = form.config(whole)
         (out / "config.json").write_text(json.dumps(changed, indent=2) + "\n", encoding="utf-8")
         _write_tensors(_values(tensors, placed, few, form), out)
@@ -293,18 +299,20 @@ def _placed(names: Mapping[str, object], family: Family, pairs: Sequence[Pair], 
             )
         new = (f"{stem}{at}.{rest}" for at, source in enumerate(sources[kind]) if source == layer)
         placed_tensors += [_Placed(new_name, name, (kind, layer)) for new_name in new]
-    return sorted(placed_tensors, key=lambda one: [int(x) if x.isdigit() else x for x in re.split(r"(\d+)", one.new)])
+    return sorted(
+        placed_tensors, key=lambda tensor: [int(x) if x.isdigit() else x for x in re.split(r"(\d+)", tensor.new)]
+    )
 
 
 def _values(
     tensors: StoredTensors, placed: Sequence[_Placed], few: Collection[str], form: PackedForm | None
 ) -> Iterator[tuple[str, Tensor]]:
-    for one in placed:
-        value = tensors.read(one.stored)
-        if form is not None and one.new in few:
-            yield from form.tensors(one.new.removesuffix(".weight"), value).items()
+    for tensor in placed:
+        value = tensors.read(tensor.stored)
+        if form is not None and tensor.new in few:
+            yield from form.tensors(tensor.new.removesuffix(".weight"), value).items()
         else:
-            yield one.new, value
+            yield tensor.new, value
 
 
 def _write_tensors(values: Iterator[tuple[str, Tensor]], out: Path) -> None:

@@ -139,10 +139,10 @@ def _library(name: str) -> str:
 
 def _places() -> list[Path]:
     """Return the folders searched for libraries, in order; new libraries are compiled into the last one."""
-    cache, asked = cache_root() / "kernels", os.environ.get(COMPILER)
-    if not asked:
+    cache, requested = cache_root() / "kernels", os.environ.get(COMPILER)
+    if not requested:
         return [BUILT, cache]
-    return [cache if asked == "auto" else cache / Path(asked).name]  # One folder per compiler.
+    return [cache if requested == "auto" else cache / Path(requested).name]  # One folder per compiler.
 
 
 class _NoLibrary(Exception):
@@ -164,8 +164,8 @@ def _loaded(name: str) -> Kernels:
 
 
 def _compiled(name: str, path: Path) -> Kernels:
-    asked = os.environ.get(COMPILER) or "auto"
-    names = (os.environ.get("CXX"), "c++", "g++", "clang++") if asked == "auto" else (asked,)
+    requested = os.environ.get(COMPILER) or "auto"
+    names = (os.environ.get("CXX"), "c++", "g++", "clang++") if requested == "auto" else (requested,)
     compiler = next((program for name in names if name and (program := shutil.which(name))), None)
     if compiler is None:
         raise _NoLibrary(

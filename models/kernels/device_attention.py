@@ -88,7 +88,7 @@ if importlib.util.find_spec("triton") is not None:
             width = tl.arange(0, PADDED)
             at = rows * q_stride + heads * WIDTH
             mask = there[:, None] & (width < WIDTH)[None, :]
-            asked = tl.load(query + at[:, None] + width[None, :], mask=mask, other=0.0)
+            queries = tl.load(query + at[:, None] + width[None, :], mask=mask, other=0.0)
             top = tl.full((ROWS_,), float("-inf"), dtype=tl.float32)
             weight = tl.zeros((ROWS_,), dtype=tl.float32)
             total = tl.zeros((ROWS_, PADDED), dtype=tl.float32)
@@ -100,7 +100,7 @@ if importlib.util.find_spec("triton") is not None:
                 slots = tl.where(steps < longest, start + steps, slots)
                 written = inside[:, None] & (width < WIDTH)[None, :]
                 key = tl.load(keys + slots[:, None] * WIDTH + width[None, :], mask=written, other=0.0)
-                score = tl.dot(asked, tl.trans(key), input_precision="ieee") * scaling
+                score = tl.dot(queries, tl.trans(key), input_precision="ieee") * scaling
                 if HAS_CAP:  # softcap * tanh(score / softcap)
                     score = softcap * (1.0 - 2.0 / (tl.exp(2.0 * score / softcap) + 1.0))
                 score = tl.where(steps[None, :] < counts[:, None], score, float("-inf"))

@@ -154,15 +154,15 @@ if importlib.util.find_spec("triton") is not None:
                 scale, zero = _scales(
                     scales, shared, blocks, there, group, n_groups, scale_step, SCALES, GROUP, OUTPUTS
                 )
-                some = x_part
+                x_span = x_part
                 if READ * per_word > SPAN:
-                    some = tl.where((steps // SPAN == span)[None, :], x_part, 0.0)
+                    x_span = tl.where((steps // SPAN == span)[None, :], x_part, 0.0)
                 # Pair up the inputs whose codes have the same bit offset in the two 16-bit halves of a word.
                 if BITS == 8:
-                    x0, x2 = tl.split(tl.reshape(some, (ROWS_, READ, 2, 2)))
+                    x0, x2 = tl.split(tl.reshape(x_span, (ROWS_, READ, 2, 2)))
                     x1, x3 = x0, x2
                 else:
-                    even, odd = tl.split(tl.permute(tl.reshape(some, (ROWS_, READ, 2, 2, 2)), (0, 1, 3, 2, 4)))
+                    even, odd = tl.split(tl.permute(tl.reshape(x_span, (ROWS_, READ, 2, 2, 2)), (0, 1, 3, 2, 4)))
                     x0, x1 = tl.split(even)
                     x2, x3 = tl.split(odd)
                 low = tl.zeros((ROWS_, OUTPUTS), dtype=tl.float32)
@@ -183,12 +183,12 @@ if importlib.util.find_spec("triton") is not None:
                     else:
                         front, back = (both & 0xFFFF).to(half), (both >> 16).to(half)
                     weight = tl.reshape(tl.permute(tl.join(front, back), (0, 2, 1)), (2 * READ, OUTPUTS))
-                    asked = tl.reshape(x0 if i == 0 else (x1 if i == 1 else (x2 if i == 2 else x3)), (ROWS_, 2 * READ))
+                    x_quad = tl.reshape(x0 if i == 0 else (x1 if i == 1 else (x2 if i == 2 else x3)), (ROWS_, 2 * READ))
                     if BITS == 8 and i % 2 == 1:
-                        high = tl.dot(asked, weight, high, input_precision="ieee")
+                        high = tl.dot(x_quad, weight, high, input_precision="ieee")
                     else:
-                        low = tl.dot(asked, weight, low, input_precision="ieee")
-                        sums = tl.dot(asked, ones, sums, input_precision="ieee")
+                        low = tl.dot(x_quad, weight, low, input_precision="ieee")
+                        sums = tl.dot(x_quad, ones, sums, input_precision="ieee")
                 if BITS == 8:
                     low += 16.0 * high
                 if SCALES == ZERO_VALUES:
