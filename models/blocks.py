@@ -87,8 +87,8 @@ class LayerRows(Protocol):
         """
         ...
 
-    def recurrence_tails(self, block: Block, inputs: Tensor) -> Tensor:
-        """Return what the convolution of a recurrent layer reads for each row, (rows, taps, values); write nothing.
+    def recurrence_convolved(self, block: Block, inputs: Tensor) -> Tensor:
+        """Return what the convolution of a recurrent layer gives for each row, (rows, values); write nothing.
 
         Args: inputs: the rows' own, (rows, values).
         """
@@ -204,7 +204,7 @@ def recalled(block: Block, parts: LayerModules, normed: Tensor, rows: LayerRows)
     inputs, gates = projected[:, rule.input_order], projected[:, rule.gate_order]
     if isinstance(rule, ValueSteps):
         inputs = trimmed(inputs) if rule.form.codes_values(inputs.dtype) else inputs
-        inputs = torch.cat((inputs, rule.selected(rows.recurrence_tails(block, inputs))), dim=-1)
+        inputs = torch.cat((inputs, rule.selected(rows.recurrence_convolved(block, inputs))), dim=-1)
     mixed = rule.gated(parts.inner_norm, rows.recurrence(block, inputs), gates)
     if block.head_order is not None:
         mixed = mixed.view(len(normed), rule.form.n_heads, -1)[:, block.head_order].flatten(1)
@@ -427,8 +427,10 @@ class BufferRows:
             given.append(gated_convolution(group_rows, buffer.keys[block.index][0], group.before, conv))
         return given[0] if len(given) == 1 else torch.cat(given)
 
-    def recurrence_tails(self, block: Block, inputs: Tensor) -> Tensor:
-        return torch.cat([states.tails(block.index, rows) for states, rows in self._of_states(inputs)])
+    def recurrence_convolved(self, block: Block, inputs: Tensor) -> Tensor:
+        rule = block.rule
+        assert rule is not None
+        return torch.cat([states.convolved(block.index, rule, rows) for states, rows in self._of_states(inputs)])
 
     def recurrence(self, block: Block, inputs: Tensor) -> Tensor:
         assert block.rule is not None

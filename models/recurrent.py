@@ -155,21 +155,23 @@ class RecurrentStates:
         self.committed = n_slots
         self.roots[:] = n_slots
 
-    def tails(self, layer: int, rows: StateRows) -> Tensor:
-        """Return what the convolution before a layer's rule reads for rows, whose inputs are its own alone.
+    def convolved(self, layer: int, rule: StateRule, rows: StateRows) -> Tensor:
+        """Return what the convolution before a layer's state gives for rows, whose inputs are what it reads alone.
 
-        Returns: (rows, n_taps, n_convolved), oldest first, zeros before the text.
+        Returns: (rows, n_convolved).
         """
-        n = self.form.n_convolved
-        older_root = max(int(self.roots[layer, -1]), self.committed - self.lag) if self.lag else self.committed
-        tails = rows.inputs.new_zeros((len(rows.slots), self.form.n_taps, n))
-        new_inputs, kept = dict(zip(rows.slots, rows.inputs, strict=True)), self._kept_inputs(layer)
-        for row, slot in enumerate(rows.slots):
-            base = self.committed if self._sees_text(rows, row) else older_root
-            path = (base, _path(rows, row, base)) if not rows.is_text else (slot, [])
-            last = self._last_inputs(kept, self._last_slots(slot, *path), new_inputs)
-            tails[row, self.form.n_taps - len(last) :] = torch.stack([one[:n] for one in last])
-        return tails
+        moves, kept = self._moves_of(layer, rows), self._kept_inputs(layer)
+        if device_states.computes(rule, rows.inputs):
+            table = self._tables_of(moves, rows)[1]
+            return device_states.convolved(rows.inputs, kept, rule, table, len(rows.slots))
+        n, n_taps = self.form.n_convolved, self.form.n_taps
+        tails = rows.inputs.new_zeros((len(rows.slots), n_taps, n))
+        new_inputs = dict(zip(rows.slots, rows.inputs, strict=True))
+        for move in moves.newest:
+            if move.row is not None:
+                last = self._last_inputs(kept, move.last, new_inputs)
+                tails[move.row, n_taps - len(last) :] = torch.stack([one[:n] for one in last])
+        return rule.convolved(tails)
 
     def _kept_inputs(self, layer: int) -> Tensor:
         """Return the ring as it was given: (n_kept, n_inputs)."""
@@ -219,18 +221,23 @@ class RecurrentStates:
         return torch.stack(outs).flatten(1)
 
     def _take_by_kernels(self, layer: int, rule: StateRule, rows: StateRows, moves: _Moves) -> Tensor:
-        states, place = self.states[layer], rows.inputs.device
+        states, kept = self.states[layer], self._kept_inputs(layer)
+        read = rows.inputs.new_empty((len(rows.slots), self.form.n_heads * self.form.value_width))
+        for root, table in zip((states[-1], states[0]), self._tables_of(moves, rows), strict=True):
+            if len(table):
+                device_states.take(root, states[-1], rule, rows.inputs, kept, table, read)
+        return read
+
+    def _tables_of(self, moves: _Moves, rows: StateRows) -> list[Tensor]:
+        """Return the moves of the older state and those of the newest, as the kernels read them."""
+        place = rows.inputs.device
         if place not in moves.tables:
             new = {slot: row for row, slot in enumerate(rows.slots)}
             moves.tables[place] = [
                 uploaded([self._fields(move, new) for move in of_one], place, torch.int32)
                 for of_one in (moves.older, moves.newest)
             ]
-        read = rows.inputs.new_empty((len(rows.slots), self.form.n_heads * self.form.value_width))
-        for root, table in zip((states[-1], states[0]), moves.tables[place], strict=True):
-            if len(table):
-                device_states.take(root, states[-1], rule, rows.inputs, self.inputs[layer], table, read)
-        return read
+        return moves.tables[place]
 
     def _fields(self, move: _Move, new: Mapping[int, int]) -> list[int]:
         """Return a move as the kernels read it, which have one state that stays. Args: new: rows by slots."""

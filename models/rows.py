@@ -419,7 +419,7 @@ class TableRows:
     def convolution(self, block: Block, conv: Any, projected: Tensor) -> Tensor:
         raise NotImplementedError("a table of rows has no slots of a convolution's inputs")
 
-    def recurrence_tails(self, block: Block, inputs: Tensor) -> Tensor:
+    def recurrence_convolved(self, block: Block, inputs: Tensor) -> Tensor:
         raise NotImplementedError("a table of rows has no states")
 
     def recurrence(self, block: Block, inputs: Tensor) -> Tensor:

@@ -91,6 +91,13 @@ class StateRule:
         """Return what heads read (rows, heads * value_width), normed and gated. Args: norm: takes the gate, too."""
         raise NotImplementedError
 
+    def steps(self, inputs: Tensor) -> Tensor:
+        """Return the step of each value (rows, heads * value_width) without its bias, by inputs (rows, n_inputs).
+
+        Only a rule whose values have steps of their own has this.
+        """
+        raise NotImplementedError
+
     def convolved(self, tail: Tensor) -> Tensor:
         """Return what the convolution and its activation give for a row: (…, n_convolved).
 
@@ -312,12 +319,12 @@ class ValueSteps(StateRule):
         taps = _taps_of(conv, form, takes_bias=True)
         return cls(form, *taps, decay, step_bias, *orders, width, skip, *maps)
 
-    def selected(self, tails: Tensor) -> Tensor:
+    def selected(self, convolved: Tensor) -> Tensor:
         """Return what a row's inputs have after its values: (rows, n_inputs - n_convolved).
 
-        Args: tails: (rows, n_taps, n_convolved), the values of each row's last tokens; zeros before the text.
+        Args: convolved: what the convolution gives for rows, (rows, n_convolved).
         """
-        low = self.low_map(self.convolved(tails))
+        low = self.low_map(convolved)
         n_keys = self.form.key_width
         parts = torch.split(low, [low.shape[-1] - 2 * n_keys, n_keys, n_keys], dim=-1)
         step, key, query = (
@@ -328,12 +335,15 @@ class ValueSteps(StateRule):
     def step(self, state: Tensor, inputs: Tensor) -> tuple[Tensor, Tensor]:
         form, wide = self.form, state.dtype
         value = self.convolved(inputs[:, : form.n_convolved]).to(wide).view(form.n_heads, form.value_width)
-        query, key, low = torch.split(inputs[-1, form.n_convolved :], [form.key_width, form.key_width, form.n_low])
-        query, key, step_size = (part.to(wide) for part in (query, key, self.step_map(low[None])))
+        query, key, _ = torch.split(inputs[-1, form.n_convolved :], [form.key_width, form.key_width, form.n_low])
+        query, key, step_size = (part.to(wide) for part in (query, key, self.steps(inputs[-1:])))
         step_size = F.softplus(step_size.view(form.n_heads, form.value_width) + self.step_bias.to(wide))
         state = state * self._decay(step_size[:, None]) + key[None, :, None] * (value * step_size)[:, None]
         out = (state * query[None, :, None]).sum(dim=1) + value * self.skip.to(wide)
         return state, out.to(inputs.dtype)
+
+    def steps(self, inputs: Tensor) -> Tensor:
+        return cast(Tensor, self.step_map(inputs[:, -self.form.n_low :]))
 
     def gated(self, norm: Any, read: Tensor, gates: Tensor) -> Tensor:
         return read * F.silu(gates)

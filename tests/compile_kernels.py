@@ -29,7 +29,7 @@ from swiftopt.models.kernels import (
     device_states,
     layout,
 )
-from swiftopt.models.state_rules import DeltaRule, StateForm, StateSpace
+from swiftopt.models.state_rules import DeltaRule, StateForm, StateSpace, ValueSteps
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 ARCHES = (80, 90)  # A100; H100 and H200
@@ -181,6 +181,21 @@ def compile_states(dtype: torch.dtype) -> None:
         new, ring = (meta(n, form.n_inputs, dtype=dtype) for n in (ROWS, 2 * ROWS))
         table = meta(ROWS, device_states.FIELDS + form.n_taps, dtype=torch.int32)
         device_states.take(state, state, delta if form.n_numbers == 2 else space, new, ring, table, new)
+    compile_value_steps(dtype)
+
+
+def compile_value_steps(dtype: torch.dtype) -> None:
+    """Compile what takes rows into states whose values have steps of their own, at the shape of Jamba 3B."""
+    form, no_order = StateForm(40, 1, 16, 128, 4, 0, convolves_keys=0, n_low=160), meta(0, dtype=torch.int64)
+    taps, by_value = meta(form.n_convolved, form.n_taps, dtype=dtype), meta(40, 128, dtype=dtype)
+    steps = torch.nn.Linear(form.n_low, form.n_convolved, bias=False, dtype=dtype, device="meta")
+    numbers = meta(40, 16, 128, dtype=dtype), by_value, no_order, no_order, form.value_width, by_value
+    rule = ValueSteps(form, taps, taps[:, 0], *numbers, None, (None,) * 3, steps)
+    state = meta(40, 16, 128, dtype=torch.float32)
+    new, ring = (meta(n, form.n_inputs, dtype=dtype) for n in (ROWS, 2 * ROWS))
+    table = meta(ROWS, device_states.FIELDS + form.n_taps, dtype=torch.int32)
+    convolved = device_states.convolved(new[:, : form.n_convolved], ring, rule, table, ROWS)
+    device_states.take(state, state, rule, new, ring, table, convolved)
 
 
 def compile_experts(dtype: torch.dtype) -> None:

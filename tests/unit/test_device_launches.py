@@ -123,6 +123,7 @@ def test_every_kernel_is_launched_where_its_tensors_lie(monkeypatch: pytest.Monk
     assert device_experts.expert_linear(x, maps, None, taken, *shared).shape == (4, 64)
     device_experts.mixed(heads.view(4, -1)[:, :64], maps, None, taken, x, *shared)
     device_states.take(state, state, delta, x, x, moves, x)
+    assert device_states.convolved(x[:, :24], x, delta, moves, 3).shape == (3, 24)
     with torch.device("meta"):
         conv = torch.nn.Conv1d(21, 21, 3, groups=21)
     projected = weight[:2, :63]
