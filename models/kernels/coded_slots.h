@@ -37,43 +37,60 @@ struct Piece {
     uint8_t* line(int n_inputs, int block, int number) const { return codes + (block * (n_inputs / 8) + number) * 64; }
 };
 
+// The values of LANES columns of a slot, from column i on, in the order in which `Word<T>::divide` takes what is read.
+template <class T> static inline vf columns(const T* slot, int i) {
+    if constexpr (Word<T>::PER == 1) return load(slot + i);
+    vf value;
+    for (int lane = 0; lane < LANES; lane++) value[lane] = to_float(slot[Word<T>::channel(i + lane)]);
+    return value;
+}
+
+// Codes of numbers (PIECE, CHANNELS) in steps of their channel, which `to` takes from channel `first` on.
+template <class F> static inline void code_columns(const float (*rows)[CHANNELS], int first, Piece to, F&& sink) {
+    for (int i = 0; i < CHANNELS; i += LANES) {
+        vf less = splat(-INFINITY), high = less;  // the lowest number, negated, and the highest
+        for (int s = 0; s < PIECE; s++) {
+            const vf x = load(rows[s] + i);
+            less = larger(-x, less), high = larger(x, high);
+        }
+        const vf low = -less, middle = as_stored<bf16>(low + (high - low) * (8 / 15.0f));
+        // A little more than reaches both ends, for it is rounded.
+        const vf step = as_stored<bf16>(larger((high - middle) / 7.0f, (middle - low) / 8.0f) * (1 + 1 / 256.0f));
+        store(to.steps + first + i, step), store(to.middles + first + i, middle);
+        const vf inverse = 1.0f / larger(step, splat(1e-30f)), magic = splat(12582912.0f);  // as in `round_row`
+        sink(i, [&](int s) {
+            const vf x = larger((load(rows[s] + i) - middle) * inverse + float(MIDDLE), vf{});
+            return (vu)((vi)(-larger(-x, splat(-15.0f)) + magic) - (vi)magic);
+        });
+    }
+}
+
 // Code PIECE slots of T.
 template <class T> static void code_piece(const T* slots, int width, bool of_values, Piece to) {
     alignas(64) float rows[PIECE][CHANNELS];
     alignas(64) uint8_t codes[PIECE][CHANNELS];
     for (int first = 0; first < width; first += CHANNELS) {
-        // Values lie in the order in which `Word<T>::divide` takes what is read of them.
         for (int s = 0; s < PIECE; s++)
-            for (int i = 0; i < CHANNELS; i++)
-                rows[s][i] = to_float(slots[int64_t(s) * width + first + (of_values ? Word<T>::channel(i) : i)]);
-        for (int i = 0; i < CHANNELS; i += LANES) {
-            vf low = splat(INFINITY), high = -low;
-            for (int s = 0; s < PIECE; s++) {
-                const vf x = load(rows[s] + i);
-                low = -larger(-x, -low), high = larger(x, high);
+            for (int i = 0; i < CHANNELS; i += LANES) {
+                const T* slot = slots + int64_t(s) * width + first;
+                store(rows[s] + i, of_values ? columns(slot, i) : load(slot + i));
             }
-            const vf middle = as_stored<bf16>(low + (high - low) * (8 / 15.0f));
-            // A little more than reaches both ends, for it is rounded.
-            const vf step = as_stored<bf16>(larger((high - middle) / 7.0f, (middle - low) / 8.0f) * (1 + 1 / 256.0f));
-            store(to.steps + first + i, step), store(to.middles + first + i, middle);
-            const vf inverse = 1.0f / larger(step, splat(1e-30f)), magic = splat(12582912.0f);  // as in `round_row`
-            for (int s = 0; s < PIECE; s++) {
-                const vf x = larger((load(rows[s] + i) - middle) * inverse + float(MIDDLE), vf{});
-                const vi code = (vi)(-larger(-x, splat(-15.0f)) + magic) - (vi)magic;
-                store_bytes(codes[s] + i, (vi)code);
-            }
-        }
         if (of_values) {
-            for (int s = 0; s < PIECE; s += 8)
-                for (int i = 0; i < CHANNELS; i++) {
-                    uint8_t* own = to.line(PIECE, (first + i) / OUTPUTS, s / 8) + i % OUTPUTS * 4;
-                    for (int j = 0; j < 4; j++) own[j] = uint8_t(codes[s + j][i] | codes[s + 4 + j][i] << 4);
+            code_columns(rows, first, to, [&](int i, auto&& code) {
+                for (int s = 0; s < PIECE; s += 8) {
+                    vu words = {};  // a byte has the codes of two slots
+                    for (int j = 0; j < 4; j++) words |= (code(s + j) | code(s + 4 + j) << 4) << (8 * j);
+                    *(vu*)(to.line(PIECE, (first + i) / OUTPUTS, s / 8) + i % OUTPUTS * 4) = words;
                 }
+            });
         } else {
+            code_columns(rows, first, to, [&](int i, auto&& code) {
+                for (int s = 0; s < PIECE; s++) store_bytes(codes[s] + i, (vi)code(s));
+            });
             for (int s = 0; s < PIECE; s++)
                 for (int i = 0; i < CHANNELS; i += 8) {
-                    uint8_t* own = to.line(width, s / OUTPUTS, (first + i) / 8) + s % OUTPUTS * 4;
-                    for (int j = 0; j < 4; j++) own[j] = uint8_t(codes[s][i + j] | codes[s][i + 4 + j] << 4);
+                    const auto* own = (const Word32*)(codes[s] + i);
+                    *(Word32*)(to.line(width, s / OUTPUTS, (first + i) / 8) + s % OUTPUTS * 4) = own[0] | own[1] << 4;
                 }
         }
     }

@@ -169,6 +169,8 @@ static inline float sum(vf v) {
 static inline vf larger(vf a, vf b) {
 #if defined(WITH_AVX512)
     return (vf)_mm512_max_ps((__m512)a, (__m512)b);
+#elif defined(__AVX2__)
+    return (vf)_mm256_max_ps((__m256)a, (__m256)b);
 #else
     const vi more = a > b;
     return (vf)((more & (vi)a) | (~more & (vi)b));

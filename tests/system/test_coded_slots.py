@@ -125,6 +125,35 @@ def test_rows_read_what_the_copies_stand_for(level: str, width: int) -> None:
         assert found < (0.2 if dtype == torch.float32 else 0.7) * plain
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("level", LEVELS)
+def test_codes_are_the_nearest_numbers_of_their_channel(level: str, dtype: torch.dtype) -> None:
+    """To the bit, for keys whose channels differ by orders of magnitude."""
+    width = 96
+    runtime = tiny_runtime("llama", dtype, head_dim=width, **SHAPE)
+    runtime.native = NativePasses(runtime, library(level))
+    buffer = runtime.new_buffer(UNIT)
+    odd_keys(buffer)
+    buffer.coding = coding_of(runtime, LEAST)
+    copies = CodedSlots(buffer.coding, buffer.keys, buffer.values)  # type: ignore[arg-type]
+    copies.extend(UNIT)
+    for head, (unit,) in enumerate(copies._copies[0]):
+        for of_values, half in enumerate(unit.view(2, UNIT // PIECE, -1)):
+            slots = (buffer.values if of_values else buffer.keys)[0][head].float().view(UNIT // PIECE, PIECE, width)
+            for piece, numbers in zip(half, slots, strict=True):
+                low, high = numbers.amin(dim=0), numbers.amax(dim=0)
+                middles = (low + (high - low) * (8 / 15)).bfloat16().float()
+                steps = (torch.maximum((high - middles) / 7, (middles - low) / 8) * (1 + 1 / 256)).bfloat16().float()
+                codes = ((numbers - middles) * (1 / steps) + 8).clamp(0, 15).round()
+                stored_steps, stored_middles = piece[: 4 * width].view(torch.bfloat16).float().view(2, width)
+                stored = numbers_of(piece[4 * width :], *((PIECE, width) if of_values else (width, PIECE))).float() + 8
+                columns = torch.stack((middles, steps, *codes))  # (…, channels)
+                found = torch.stack((stored_middles, stored_steps, *(stored.t() if of_values else stored)))
+                if of_values:  # Levels differ in the order of these channels.
+                    columns, found = (columns.unique(dim=1), found.unique(dim=1))
+                assert torch.equal(found, columns)
+
+
 @pytest.fixture(scope="module")
 def runtime() -> Runtime:
     return native_runtime("llama", head_dim=32, max_position_embeddings=2048)
