@@ -1,1 +1,1 @@
-"""Values, errors and settings that every other part speaks in; imports nothing of ours, and never torch."""
+"""Values, errors and settings shared by all other packages; imports none of them, and never torch."""

@@ -1,7 +1,7 @@
-"""How models write thoughts and calls of tools: one table, whose rows are found by what a chat template contains.
+"""How models write thoughts and tool calls: one table, whose rows are selected by the content of a chat template.
 
-The marks are those that the template itself writes or shows to the model, so a model's name decides nothing. A template
-of no row is answered by `NO_FORM`; the few notations that are read for any model are in `server/answer_parsers.py`.
+The markers are those that the template itself writes or shows to the model, so the model's name does not matter. A
+template that matches no row gets `NO_FORM`. `server/answer_parsers.py` has the few notations read for any model.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal
 
-# The parser of what stands between the marks of a call:
+# The parser of the text between the markers of a call:
 # json       an object, or a list of them, with name and arguments
 # named      a name between marks, and an object of arguments: `AnswerForm.items` shows how; with a `quote` its keys are
 #            bare, and its texts stand between two of these marks
@@ -26,18 +26,17 @@ NAME = "{name}"  # Place of a tool's name in a mark or an item.
 
 @dataclass(frozen=True, slots=True)
 class AnswerForm:
-    """Marks of thoughts, of answers and of calls. A row may leave thoughts or calls to another row.
+    """Markers of thoughts, answers and calls. A row may have only thoughts or only calls; another row has the rest.
 
-    `signs` all stand in a template of this form. A thought begins with one of `thinks` and ends with one of
-    `thought_ends`; where the form `rethinks`, it may come again after other text. With `calls_in_thoughts` a call ends
-    it, too. `hidden` marks are no part of the answer's text.
+    A template of this form contains all of `signs`. A thought begins with one of `thinks` and ends with one of
+    `thought_ends`; if the form `rethinks`, further thoughts may follow other text. With `calls_in_thoughts` a call also
+    ends a thought. `hidden` markers are not part of the answer's text.
 
-    `answer_begin` is what an answer begins with that has no thought before it; models expect it before a text held to
-    JSON, too.
+    `answer_begin` starts an answer without a thought; models also expect it before constrained JSON.
 
-    A call begins with one of `calls` and ends with `calls_end` ("": with its body). A mark with a tool's name is part
-    of the body. `items` show how a named call is written, the likeliest first. `turn_ends` are tokens that end a turn
-    although the template does not write them after an answer.
+    A call begins with one of `calls` and ends with `calls_end` ("": at the end of its body). A marker with a tool's
+    name is part of the body. `items` show how a named call is written, the likeliest first. `turn_ends` are tokens that
+    end a turn although the template does not write them after an answer.
     """
 
     models: str = ""
@@ -56,7 +55,7 @@ class AnswerForm:
     turn_ends: tuple[str, ...] = ()
 
     def marks(self, with_calls: bool = True) -> str:
-        """Return all marks in one text: a special token that occurs in it must not be left out of completions."""
+        """Return all markers in one text; completions must keep special tokens that occur in it."""
         calls = (*self.calls, self.calls_end, *self.items, self.quote) if with_calls else ()
         return "\n".join((*self.thinks, *self.thought_ends, *self.hidden, *calls))
 
@@ -70,7 +69,7 @@ _TOOL_CALL = AnswerForm(calls=("<tool_call>",), calls_end="</tool_call>")
 
 
 def _hunyuan_3(models: str, signs: tuple[str, ...], suffix: str = "") -> AnswerForm:
-    """Return the form of Hunyuan 3; `suffix`: what all marks of a checkpoint end with."""
+    """Return the form of Hunyuan 3; `suffix` ends all markers of a checkpoint."""
     key, value = (f"<arg_{part}{suffix}>{{{part}}}</arg_{part}{suffix}>" for part in ("key", "value"))
     return AnswerForm(
         models=models,
@@ -84,7 +83,7 @@ def _hunyuan_3(models: str, signs: tuple[str, ...], suffix: str = "") -> AnswerF
     )
 
 
-# Of the rows that a template has the signs of, the first with thoughts and the first with calls count.
+# Among the rows whose signs a template contains, the first with thoughts and the first with calls apply.
 FORMS: Mapping[str, AnswerForm] = {
     "harmony": AnswerForm(
         models="gpt-oss",

@@ -1,4 +1,4 @@
-"""How often Python's garbage collector runs: imports create half a million objects that are never freed."""
+"""Settings of Python's garbage collector: imports create half a million objects that are never freed."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ def start() -> None:
 
 
 def leave_imports() -> None:
-    """Leave out of all later collections what exists before the first model is read: half a million objects.
+    """Exclude all objects that exist before the first model is read, half a million, from later collections.
 
-    After `run` a collection would soon look through them, for 0.13 s, between the model and its first token.
+    Otherwise a collection soon after `run` would traverse them, for 0.13 s, before the model's first token.
     """
     if gc.get_threshold()[0] == STARTUP_THRESHOLD:
         gc.freeze()

@@ -1,4 +1,4 @@
-"""Measured costs of a model's parts on one machine, and the expected speedup of drafts by them."""
+"""Measured costs of a model's parts on one machine, and the expected speedup of drafts from them."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ class CostSource(Protocol):
 
 
 class ExpertCounts(NamedTuple):
-    """What the rows of passes took of a model's mixtures, shared experts not counted.
+    """Counts of the experts that the rows of passes used, without shared experts.
 
-    `distinct`: experts that some row took, the mean over the mixtures. Of rows after another row of their text
-    `taken` are the experts that they took, and `repeated` those that the row before took, too.
+    `distinct`: number of experts used by any row, averaged over the mixtures. For rows that follow another row of the
+    same text, `taken` counts the experts that they used, and `repeated` those that the previous row used, too.
     """
 
     distinct: float
@@ -48,11 +48,11 @@ class ExpertCounts(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ExpertCosts(Record):
-    """What the experts of a model's mixtures cost; shared ones count as part of the MLP.
+    """Costs of the experts of a model's mixtures; shared experts count as part of the MLP.
 
-    A row takes `n_chosen` of `n_experts` in each of `layers`, and a draft's row at least `least`. `distinct[n]`: how
-    many different experts of a layer the n rows take whose pass takes `pass_s[n]`; empty where nothing counts them.
-    `overlap`: share of a token's experts that the token before took, too; None: not seen yet.
+    A row uses `n_chosen` of `n_experts` in each of `layers`, and a draft's row at least `least`. `distinct[n]`: number
+    of distinct experts per layer in the n-row pass that took `pass_s[n]`; empty if nothing counts them.
+    `overlap`: share of a token's experts that the previous token used, too; None: not observed yet.
     """
 
     n_experts: int
@@ -70,10 +70,10 @@ class ExpertCosts(Record):
 
 
 def distinct_experts(n_rows: int, n_chosen: int, overlap: float) -> float:
-    """How many different experts `n_rows` rows of a text take of a layer, if each takes `n_chosen`.
+    """Number of distinct experts of a layer that `n_rows` rows of a text use, if each uses `n_chosen`.
 
-    Args: overlap: share of a row's experts that another one takes, too; n_chosen / n_experts where each row takes any
-          experts with equal chances, of which this is then the expected number.
+    Args: overlap: share of a row's experts that another row uses, too. With n_chosen / n_experts, as in uniform
+          routing, the result is the expected number.
     """
     return n_rows * n_chosen if overlap <= 0 else n_chosen * (1 - (1 - overlap) ** n_rows) / overlap
 
@@ -104,10 +104,10 @@ class CostProfile(Record):
 
     `attn_s`, `mlp_s`: one sub-layer on one row; `head_s`: final norm, head and reading its answer; `fixed_s`: the
     rest of a one-row pass; `pass_s[n]`: a whole target pass over n rows, n ascending; `formats[name]`: the parts of a
-    draft in that format, or of another draft model by the name of its costs; `software`: what computed them, empty
-    where it is not known. `quality`: how far the figures can be trusted, with the reason in `remark`, empty for
-    "quiet". `experts`: None for a model without mixtures. `absent`: sub-layers that layers do not have, such as
-    "mlp:3", where layers are one sub-layer alone; None: there are none.
+    draft in that format, or of another draft model under the name of its costs; `software`: the software that was
+    measured, empty if unknown. `quality`: how far the figures can be trusted, with the reason in `remark` (empty for
+    "quiet"). `experts`: None for a model without mixtures. `absent`: missing sub-layers, such as "mlp:3", of layers
+    with a single sub-layer; None: every layer has both.
     """
 
     fingerprint: str
@@ -128,11 +128,11 @@ class CostProfile(Record):
     absent: tuple[str, ...] | None = field(default=None, metadata={"exclude_if": lambda absent: absent is None})
 
     def n_parts(self, kind: Kind) -> int:
-        """Return how many layers have a sub-layer of this kind."""
+        """Return the number of layers that have a sub-layer of this kind."""
         return self.n_layers - sum(part.startswith(f"{kind}:") for part in self.absent or ())
 
     def at(self, n_positions: int | None = None) -> Self:
-        """Return the profile itself, which holds for one context."""
+        """Return the profile itself, because it covers a single context."""
         return self
 
     def may_replace(self, other: CostProfile) -> bool:
@@ -167,7 +167,7 @@ class CostProfile(Record):
     def _head_and_fixed_s(self, layer_set: LayerSet) -> float:
         """Seconds of a pass outside attention, MLP and head: the largest `fixed_s` of the formats in use.
 
-        Formats that single layers have of their own are ignored.
+        Formats of single layers are ignored.
         """
         names = {layer_set.format_of("attn"), layer_set.format_of("mlp")}
         return max(self.fixed_s if format_name is None else self.formats[format_name].fixed_s for format_name in names)
@@ -196,7 +196,7 @@ class CostProfile(Record):
         )
 
     def format_cost(self, name: str, n_rows: int = 1) -> float:
-        """Cost of a draft pass over `n_rows` rows of which `formats` has the parts / one-row target pass."""
+        """Cost of a draft pass over `n_rows` rows, with the parts of `formats[name]` / one-row target pass."""
         costs = self.formats[name]
         seconds = costs.attn_s + costs.mlp_s + costs.head_s + costs.fixed_s
         return seconds / self.target_pass_s(1) * (interpolate(costs.wider, n_rows) if costs.wider else n_rows)
@@ -210,8 +210,8 @@ class CostProfile(Record):
     ) -> float:
         """E(Spd.): tokens per plain pass's time, for that many draft steps and target passes per width.
 
-        Source: SWIFT Eq. 6. DEVIATION: c is measured instead of 1 - r, and a verification costs what its rows cost
-        instead of one plain pass.
+        Source: SWIFT Eq. 6. DEVIATION: c is measured instead of 1 - r, and a verification has the measured cost of its
+        rows instead of one plain pass.
         """
         return tokens / self.passes_of(layer_set, draft_steps, widths)
 
@@ -231,9 +231,9 @@ def published_speedup(layer_set: LayerSet, mean_generated_length: float, accepta
 
 
 def expected_of(costs: CostProfile | None, completions: Iterable[Completion]) -> float | None:
-    """E(Spd.) of real runs without prefill: from their drafters' estimated costs, else by Eq. 6 with their last set.
+    """E(Spd.) of real runs without prefill: from their drafters' estimated costs, or by Eq. 6 with their last set.
 
-    None without a target pass, or where neither is known of a run.
+    None without a target pass, or if a run has neither.
     """
     n_tokens, total_cost = 0, 0.0
     for completion in completions:

@@ -2,7 +2,7 @@
 
 SwiftoptError                         exit 1
 ├── InvalidInput (ValueError)         exit 2   something the caller passed cannot be used
-│   ├── LayerSetError                          a layer set is out of range or of another model
+│   ├── LayerSetError                          a layer set is out of range or for another model
 │   ├── SettingsError                          a setting is out of its range or unknown
 │   │   └── DeviceMissing                          the device is not on this machine
 │   ├── ShapeError                             tensors or tree arrays do not fit together
@@ -11,7 +11,7 @@ SwiftoptError                         exit 1
 │   │   └── ParametersError                        it is that of a function's parameters
 │   ├── UnsupportedField                       a request has a field that cannot be obeyed here
 │   │   └── UnsupportedValue                       the field can be obeyed with other values
-│   ├── UnsupportedModel                       the architecture is not one that swiftopt can skip in
+│   ├── UnsupportedModel                       swiftopt cannot skip sub-layers of this architecture
 │   └── ContextOverflow                        prompt and completion do not fit the model's context
 ├── NotFound (LookupError)            exit 3
 │   ├── ModelNotFound                          no alias, folder, file or hub model of that name
@@ -22,14 +22,14 @@ SwiftoptError                         exit 1
 │   └── LearnedNotFound                        no heads or probe stored for that model and task
 ├── StoreError                        exit 1   the database cannot be used
 │   ├── SchemaTooNew                           it was written by a newer swiftopt
-│   └── StoreUnavailable                       it cannot be reached just now: trying again may help
+│   └── StoreUnavailable                       it cannot be reached now: retrying may help
 ├── OutputError                       exit 1   a result cannot be written (disk full, no permission)
 ├── JobFailed                         exit 4   a job that was followed ended without a result
 ├── JobCancelled                      exit 5   a job that was followed was cancelled
 ├── ServiceUnreachable                exit 6   Redis or the API does not answer
-│   └── EngineGone                             a model's engine loads or has died
-├── Busy                              exit 6   more requests wait than the server lets wait
-├── Conflict                          exit 7   the job is not in a state for that
+│   └── EngineGone                             a model's engine is loading or has died
+├── Busy                              exit 6   too many requests wait on the server
+├── Conflict                          exit 7   the job's state does not allow the action
 └── LeaseLost                         exit 1   a job's attempt was replaced by a newer one, or its job has ended
 """
 
@@ -44,13 +44,13 @@ from urllib.parse import urlsplit
 T = TypeVar("T")
 
 
-MOST_CHARACTERS, LAST_CHARACTERS = 2000, 300  # Characters of a message: at most, and of its end where it is cut.
+MOST_CHARACTERS, LAST_CHARACTERS = 2000, 300  # Maximum length of a message, and of the end kept if it is longer.
 
 
 class SwiftoptError(Exception):
     """Base of all errors; the message is one sentence: what is wrong, where, and what to do.
 
-    The middle of a message that quotes a very long value is left out.
+    A message that quotes a very long value is shortened in the middle.
 
     `param`: the request field with the error, if it is one field.
     """
@@ -162,7 +162,7 @@ class LeaseLost(SwiftoptError): ...
 
 
 def cut_short(text: str, longest: int = 40) -> str:
-    """Return a text from a file for a sentence: in one line, and no more than `longest` characters of it."""
+    """Return a text from a file for use in a sentence: on one line, cut to `longest` characters."""
     return text if len(text) <= longest and text.isprintable() else ascii(text[:longest])
 
 
@@ -177,7 +177,7 @@ def first_line(error: BaseException) -> str:
 
 
 def connection_problem(error: BaseException) -> str:
-    """Return why a connection failed: in the system's words where it was the one to say so, else in the library's."""
+    """Return why a connection failed: the operating system's message if it reported one, otherwise the library's."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, OSError) and cause.strerror:
@@ -193,9 +193,9 @@ def nearest_words(name: str, known: Iterable[str], n: int = 1) -> str:
 
 
 def look_up(what: str, name: str, known: Mapping[str, T]) -> T:
-    """Return what the name stands for.
+    """Return the value of a name.
 
-    Raises: SettingsError: the name is unknown; the message suggests one of a similar name.
+    Raises: SettingsError: the name is unknown; the message suggests a similar one.
     """
     if name not in known:
         raise SettingsError(f"{what} {name!r} is unknown: use one of {', '.join(known)}{nearest_words(name, known)}")
@@ -207,7 +207,7 @@ SECRET_OPTION = re.compile(r"([?&](?:ssl)?password=)[^&#]*", re.IGNORECASE)
 
 
 def safe_url(url: str) -> str:
-    """Return the URL, or path, without its password, as errors, logs and hints may show it."""
+    """Return the URL or path without its password, for errors, logs and hints."""
     url = SECRET_OPTION.sub(r"\1***", url)
     if "@" not in url or "://" not in url:
         return url

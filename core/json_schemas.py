@@ -47,9 +47,9 @@ Schema = Mapping[str, Any]
 
 
 def parts(schema: Schema) -> Iterator[tuple[Place, Schema]]:
-    """Yield the schemas directly within a schema, by their places; definitions first.
+    """Yield the schemas directly within a schema with their places; definitions first.
 
-    Unknown keywords may hold schemas too, for references to them.
+    Unknown keywords may contain schemas, too, because references may point there.
     """
     for key in sorted((key for key in schema if key not in VALUES), key=lambda key: key not in BY_NAME[:2]):
         value, inner_parts = schema[key], list[tuple[Place, Any]]()
@@ -70,7 +70,7 @@ def walk(schema: Schema, place: Place = ()) -> Iterator[tuple[Place, Schema]]:
 
 
 def find_misshapen(root: Schema) -> tuple[Place, Any, str] | None:
-    """Return the place and the value of the first keyword with a value of another type, and what it should be."""
+    """Return the place and the value of the first keyword whose value has a wrong type, and the expected type."""
     for place, part in walk(root):
         for key, value in part.items():
             expected = "an object" if key in BY_NAME else "a list" if key in LISTS else ""
@@ -113,7 +113,7 @@ def relax(schema: Schema) -> Any:
 
 
 def has_arguments(parameters: Schema | None) -> bool:
-    """Return whether a function's parameters name an argument, or say that there may be others."""
+    """Return whether a function's parameters name an argument, or allow others."""
     if not parameters:
         return False
     if parameters.get("type", "object") != "object":
@@ -132,7 +132,7 @@ def can_close(root: Schema) -> bool:
 
 
 def is_described(part: Schema) -> bool:
-    """Return whether a part names properties of an object, needs no others, and does not say that there are others."""
+    """Return whether a part names properties of an object, requires no others, and does not mention others."""
     names = part.get("properties")
     if not isinstance(names, Mapping) or not names or any(key in part for key in COUNTING_OTHERS):
         return False
@@ -140,7 +140,7 @@ def is_described(part: Schema) -> bool:
 
 
 def target(root: Schema, reference: Any) -> Any:
-    """Return the part of a schema that a `$ref` within it leads to by a JSON pointer; None: it leads to none."""
+    """Return the part of a schema that a `$ref` within it points to by a JSON pointer; None if there is none."""
     part: Any = root
     pointer_root, *pointer_keys = unquote(str(reference)).split("/")
     if pointer_root != "#":

@@ -35,10 +35,10 @@ def searchable(n_layers: int) -> tuple[SubLayer, ...]:
 
 
 class PartForm(NamedTuple):
-    """How a draft runs a sub-layer that it keeps, as far as that is not the model's own way.
+    """How a draft runs a sub-layer that it keeps, where that differs from the model.
 
-    `format`: of its weights, None: the model's own. `experts`: that a token takes of a mixture besides the shared
-    ones, None: as many as the model takes.
+    `format`: format of its weights; None: the model's own. `experts`: number of experts per token in a mixture, without
+    shared ones; None: as many as the model uses.
     """
 
     format: str | None = None
@@ -49,13 +49,13 @@ class PartForm(NamedTuple):
 class LayerSet(Record):
     """Sub-layers the draft pass leaves out; 0-based. SWIFT keeps the first and last layer, Self-SD need not.
 
-    `formats` are (part, format) pairs of what the draft runs quantised: a part is `attn` or `mlp` (of all layers),
-    `attn:3` or `mlp:3` (of one, which comes before) or `head`; a format is one of `core.settings`. `experts` are
-    (part, number) pairs of how many experts a token takes where the draft takes fewer than the model: a part is `mlp`
-    or `mlp:3`; 0 means the shared ones alone. `absent` are the sub-layers, such as `mlp:3`, that the model's layers do
-    not have: no share or count has them, and sets are equal without it.
+    `formats` are (part, format) pairs of quantised parts: a part is `attn` or `mlp` (all layers), `attn:3` or `mlp:3`
+    (one layer; takes precedence) or `head`; a format is one of `core.settings`. `experts` are (part, number) pairs
+    with the number of experts per token where the draft uses fewer than the model: a part is `mlp` or `mlp:3`; 0 means
+    only the shared ones. `absent` are sub-layers, such as `mlp:3`, that the model's layers do not have: they count in
+    no share or number, and equality ignores them.
 
-    Raises: LayerSetError: a layer is named that the model does not have, or a format that there is not.
+    Raises: LayerSetError: the model has no such layer, or a format is unknown.
     """
 
     COMPLETE: ClassVar = True
@@ -100,7 +100,7 @@ class LayerSet(Record):
 
     @property
     def n_skipped(self) -> int:
-        """How many sub-layers are left out."""
+        """Number of skipped sub-layers."""
         return len(self.skip_attn) + len(self.skip_mlp)
 
     @property
@@ -126,7 +126,7 @@ class LayerSet(Record):
         return layer in (self.skip_attn if kind == "attn" else self.skip_mlp)
 
     def format_of(self, kind: Literal["attn", "mlp", "head"], layer: int | None = None) -> str | None:
-        """The weight format of a part of the draft; `layer` None: that of all layers that have none of their own.
+        """The weight format of a part of the draft; `layer` None: that of layers without their own entry.
 
         None: the model's own weights.
         """
@@ -137,7 +137,7 @@ class LayerSet(Record):
         return None if format_name == STORED else format_name
 
     def experts_of(self, layer: int) -> int | None:
-        """How many experts a token takes in a layer of the draft; None: as many as the model takes."""
+        """Number of experts per token in a layer of the draft; None: as many as the model uses."""
         if not self.experts:
             return None
         numbers_by_part = dict(self.experts)
@@ -159,7 +159,7 @@ class LayerSet(Record):
 
     @property
     def is_whole(self) -> bool:
-        """Whether this is the model itself: nothing left out, nothing quantised and no expert fewer."""
+        """Whether this is the model itself: nothing skipped, nothing quantised, and all experts."""
         return not self.n_skipped and not self.formats and not self.experts
 
     def bits(self) -> tuple[int, ...]:
@@ -171,20 +171,20 @@ class LayerSet(Record):
         return self.skipping(sub_layer for sub_layer, bit in zip(searchable(self.n_layers), bits, strict=True) if bit)
 
     def in_whole_layers(self) -> LayerSet:
-        """The set that leaves out as many sub-layers in whole layers, or one fewer, with the same formats and experts.
+        """The set that skips the same number of sub-layers (or one fewer) in whole layers; same formats and experts.
 
-        Layers of which this set leaves out both sub-layers come first, then those of which it leaves out one.
+        Layers of which this set skips both sub-layers come first, then those of which it skips one.
         """
         both, either = self.skip_attn & self.skip_mlp, self.skip_attn | self.skip_mlp
         layers = [*sorted(both), *sorted(either - both)][: self.n_skipped // 2]
         return replace(self, skip_attn=frozenset(layers), skip_mlp=frozenset(layers))
 
     def keeping_attn(self, layers: frozenset[int]) -> LayerSet:
-        """The set that leaves out the same, but for the attention of those layers."""
+        """The same set, except that it keeps the attention of those layers."""
         return replace(self, skip_attn=self.skip_attn - layers) if self.skip_attn & layers else self
 
     def skipping(self, sub_layers: Iterable[SubLayer]) -> LayerSet:
-        """The set that leaves out those sub-layers and no others, with the same formats and numbers of experts."""
+        """The set that skips exactly those sub-layers, with the same formats and numbers of experts."""
         skipped: dict[str, set[int]] = {"attn": set(), "mlp": set()}
         for kind, layer in sub_layers:
             skipped[kind].add(layer)
@@ -192,5 +192,5 @@ class LayerSet(Record):
 
 
 def n_skipped_for(n_layers: int, skip_ratio: float) -> int:
-    """Number of sub-layers that `skip_ratio` of the searchable ones is, rounded to the nearest."""
+    """`skip_ratio` times the number of searchable sub-layers, rounded to the nearest integer."""
     return round(skip_ratio * 2 * max(0, n_layers - 2))

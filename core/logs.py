@@ -1,7 +1,7 @@
-"""Logs of long-running processes, as text or as JSON: one record per line, with the id of the request that it is about.
+"""Logs of long-running processes, as text or as JSON: one record per line, with the id of its request.
 
-Server and engine share the id: the server takes it from the header `x-request-id` or makes one, and sends it along with
-what it asks of the engine.
+Server and engine share the id: the server takes it from the header `x-request-id` or generates one, and sends it with
+its messages to the engine.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ logger = logging.getLogger(__name__)
 
 
 def valid_request_id(given: str) -> str:
-    """Return a client's id for its request, or a new one where it gave none that may stand in headers and logs."""
+    """Return a client's id for its request, or a new one if it sent none that is safe for headers and logs."""
     return given if _REQUEST_ID.fullmatch(given) else f"req-{secrets.token_hex(12)}"
 
 
 @contextmanager
 def about_request(id: str) -> Iterator[None]:
-    """Let what is logged in the block name the request."""
+    """Add the request's id to all log records of the block."""
     token = request_id.set(id)
     try:
         yield
@@ -81,7 +81,7 @@ FORMATTERS: Mapping[LogFormat, Callable[[], logging.Formatter]] = {"text": TextF
 
 
 def start(format: LogFormat, level: int | str = logging.INFO, handler: logging.Handler | None = None) -> None:
-    """Begin this process's log, on stderr unless a handler is given; as JSON, uncaught errors and warnings, too."""
+    """Start this process's log, on stderr unless a handler is given; JSON includes uncaught errors and warnings."""
     handler = handler or logging.StreamHandler(sys.stderr)
     handler.setFormatter(FORMATTERS[format]())
     logging.basicConfig(level=level, handlers=[handler])

@@ -1,4 +1,4 @@
-"""Processes that end with the one that started them."""
+"""Child processes that end when their parent dies."""
 
 from __future__ import annotations
 

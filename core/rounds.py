@@ -1,4 +1,4 @@
-"""The rounds of one request in figures, without its texts: what each committed, drafted and accepted, and how fast."""
+"""Figures of the rounds of one request, without its texts: tokens committed, drafted and accepted, and times."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import NamedTuple
 from .serialization import Record
 from .types import TokenSource
 
-MOST_ROUNDS = 512  # Rounds of a request that are kept one by one; the sums cover all of them.
+MOST_ROUNDS = 512  # Maximum number of rounds of a request that are stored individually; sums cover all rounds.
 
 
 class RoundFigures(NamedTuple):
-    """One round: its tokens, its draft steps and the accepted ones, and what drafted ("target": nothing did)."""
+    """One round: its tokens, draft steps and accepted steps, and the drafter ("target": nothing was drafted)."""
 
     tokens: int
     steps: int
@@ -24,8 +24,8 @@ class RoundFigures(NamedTuple):
 class RequestRounds(Record):
     """A request's `n` rounds: sums over those that drafted and those that did not, and the `first` MOST_ROUNDS.
 
-    Seconds are those that the request waited for its rounds. `beside` is the mean number of other sequences in the
-    passes that checked them.
+    Seconds are the time that the request waited for its rounds. `beside` is the mean number of other sequences in the
+    passes that verified them.
     """
 
     n: int = 0
@@ -51,7 +51,7 @@ class RoundLog:
     _first: list[RoundFigures] = field(default_factory=list)
 
     def add(self, figures: RoundFigures, seconds: float, n_sequences: int) -> None:
-        """Add a round; `n_sequences` shared the pass that checked it."""
+        """Add a round; `n_sequences` sequences shared the pass that verified it."""
         self._n += 1
         self._tokens[figures.steps > 0] += figures.tokens
         self._seconds[figures.steps > 0] += seconds

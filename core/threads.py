@@ -1,4 +1,4 @@
-"""Threads that repeat one step while other work runs."""
+"""Threads that repeat a step in the background."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from contextlib import contextmanager
 def repeating(step: Callable[[], None], every_s: float, name: str, join_s: float | None = None) -> Iterator[None]:
     """Call `step` every `every_s` seconds in a thread named `name` while the block runs.
 
-    Args: step: handles its own errors. join_s: the longest wait for a step that runs when the block ends; None: any.
+    Args: step: handles its own errors. join_s: maximum wait for a running step when the block ends; None: no limit.
     """
     is_over = threading.Event()
 

@@ -14,7 +14,7 @@ class KeyUsage(Record):
     """Sums over the requests of one API key, by its name, to one model; `key` None: requests to a server without keys.
 
     The tokens are those of the answers' `usage`; `cached_tokens` are part of `prompt_tokens`. `saved_s` are the seconds
-    that plain decoding would have taken longer, negative where drafts were slower.
+    that plain decoding would have taken longer, negative if drafts were slower.
     """
 
     key: str | None

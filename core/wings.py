@@ -1,7 +1,7 @@
 """Wings: packages next to the floors, which add commands, methods, presets and parts, and which may be left out.
 
-A folder of the package that has a module `wing.py` is a wing; that module holds a `WING`, and imports little. No floor
-imports a wing: floors ask here what the wings that are present have, and load it by its reference when it is used.
+A folder of the package with a module `wing.py` is a wing; that module defines a `WING`, and imports little. No floor
+imports a wing: this module lists what the installed wings offer, and loads an object by its reference when needed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ PACKAGE = __name__.partition(".")[0]
 
 @dataclass(frozen=True, slots=True)
 class WingCommand:
-    """A command of a group that lists it after another of its commands; the program itself is the group "swiftopt"."""
+    """A command of a wing, and the command of its group after which help lists it; the top group is "swiftopt"."""
 
     group: str
     name: str
@@ -28,10 +28,10 @@ class WingCommand:
 
 @dataclass(frozen=True, slots=True)
 class WingPart:
-    """A part that methods need and a wing makes: weights by their kind, or the layer set of a method with its search.
+    """A part of methods that a wing creates: weights of some kind, or the layer set of a method with its own search.
 
-    command: what makes it in full, without `swiftopt`. maker: a function of `MakingRecipes` and a preset or None, which
-    returns the record of the part that it made. reader: of weights, a function of their kind, bytes and runtime.
+    command: the command that creates it in full, without `swiftopt`. maker: a function of `MakingRecipes` and a preset
+    or None, which returns the record of the created part. reader: for weights, a function of kind, bytes and runtime.
     """
 
     command: str
@@ -41,12 +41,12 @@ class WingPart:
 
 @dataclass(frozen=True, slots=True)
 class Wing:
-    """What a wing adds. A reference is "package.module:name" within swiftopt, so that listing a wing loads none of it.
+    """The additions of a wing. A reference is "package.module:name" within swiftopt, so listing a wing loads no code.
 
-    methods: a package whose files register methods. presets: a mapping of presets by name. parts: by weights' kind, or
-    by the method whose layer set it is. options: decorators that add options to a floor's command, by its name.
-    tunings: functions of pictures and of the values of `tune`'s options, which return None where these do not ask for
-    their way.
+    methods: a package whose files register methods. presets: a mapping of presets by name. parts: by kind of weights,
+    or by the method whose layer set it is. options: decorators that add options to a floor's command, by its name.
+    tunings: functions of pictures and of the values of `tune`'s options, which return None if the options do not
+    select that kind of tuning.
     """
 
     commands: tuple[WingCommand, ...] = ()

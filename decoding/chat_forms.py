@@ -1,9 +1,9 @@
-"""Rewriting a chat into a form of which the model's template drops nothing.
+"""Rewriting of a chat into a form of which the model's template drops nothing.
 
-Templates differ in what they read: a content as a text or as parts, arguments as an object or as JSON. What a template
-does not read, it drops without an error; what it expects and does not get, it refuses. So a probe of the chat, with a
-marker in place of each text, is rendered in one form after another until all markers appear. The form found is cached
-by the shape of the chat.
+Templates differ in the form that they read: content as a text or as parts, arguments as an object or as JSON. A
+template silently drops what it does not read, and raises an error for missing input. So a probe of the chat, with a
+marker in place of each text, is rendered in one form after another until all markers appear. The resulting form is
+cached by the shape of the chat.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ _FORMS: WeakKeyDictionary[Any, dict[bytes, tuple[Change, ...] | LeftOut]] = Weak
 
 
 def remembered_form(chat: Chat) -> tuple[Change, ...] | LeftOut:
-    """Return changes after which the template drops nothing of the chat, or what it drops in every form.
+    """Return changes after which the template drops nothing of the chat, or the part that it drops in every form.
 
     If the template refuses every form, no changes are returned: rendering the chat itself then raises the template's
     error.
@@ -89,7 +89,7 @@ def remembered_form(chat: Chat) -> tuple[Change, ...] | LeftOut:
 
 
 def _shape(chat: Chat) -> bytes:
-    """Return a digest of all that a template may branch on: everything but the texts."""
+    """Return a digest of everything that a template may branch on, which is all but the texts."""
 
     def row(message: Message) -> Any:
         call_shapes = [
@@ -173,9 +173,9 @@ class _Probe:
         return marker
 
     def find_left_out(self, form: Sequence[Change]) -> LeftOut | None:
-        """Return what the template drops of the chat in a form; None if nothing.
+        """Return the part of the chat that the template drops in a form; None if it drops nothing.
 
-        Raises: one of `REFUSALS`: the template does not take the form.
+        Raises: one of `REFUSALS`: the template does not accept the form.
         """
         chat = self.chat.apply(form)
         text = chat.render()
@@ -289,7 +289,7 @@ def _without_calls(message: Message) -> dict[str, Any]:
 def _split_calls(messages: Sequence[Message]) -> list[Message]:
     """Split calls into one message each, with its result after it, for templates that read one call per message.
 
-    Such templates may take a result for that of the last call.
+    Such templates may attribute a result to the last call.
     """
     changed = list[Message]()
     places = dict[str, int]()  # Of the results that follow the latest calls: where each belongs in `changed`.
@@ -346,7 +346,7 @@ def _with_named_ids(messages: Sequence[Message]) -> list[Message]:
 
 
 def _with_descriptions(chat: Chat) -> Chat:
-    """Describe functions that are not described by an empty text, for templates that write a text before theirs."""
+    """Give functions without a description an empty one, for templates that concatenate a text and the description."""
     tools = [
         tool if _is_described(tool) else {**tool, "function": {**tool["function"], "description": ""}}
         for tool in chat.values.get("tools") or ()
@@ -381,7 +381,7 @@ CHANGES: tuple[Change, ...] = (  # Tried in this order, the likeliest first.
 
 
 def with_read_thoughts(messages: Sequence[Message], template: str) -> list[Message]:
-    """Return messages with the thoughts of earlier answers where the template reads them."""
+    """Return messages with the thoughts of earlier answers in the field that the template reads."""
     thoughts = [_thought_of(message) for message in messages]
     fields = [field for field in THOUGHT_FIELDS if _reads(field).search(template)]
     # Such a template refuses a chat that has answers with blocks and answers that are texts.

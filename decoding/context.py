@@ -85,9 +85,9 @@ class TokenRule:
     def __init__(
         self, sampling: Sampling, processors: LogitsProcessorList, drafting: LogitsProcessorList | None = None
     ) -> None:
-        """Args: drafting: the processors that also apply to drafts; None: all.
+        """Args: drafting: the processors that also apply to drafts (None: all).
 
-        The other processors see only the target's scores, once per committed token, in the order of the text.
+        The other processors see only the target's scores, once per committed token and in order.
         """
         self.greedy = sampling.greedy
         self._seed = sampling.seed % 2**64
@@ -113,8 +113,8 @@ class TokenRule:
     ) -> TokenRule:
         """Build the rule of a request on a model whose `generation_config` may ask for a repetition penalty.
 
-        Args: n_prompt: tokens of the prompt, which do not count as generated. constraints: what forbids tokens, applied
-              after biases and penalties.
+        Args: n_prompt: number of prompt tokens, which do not count as generated. constraints: processors that forbid
+              tokens, applied after biases and penalties.
         """
         processors = LogitsProcessorList()
         if sampling.logit_bias:
@@ -147,7 +147,7 @@ class TokenRule:
     def scores(self, token_ids: Sequence[int] | Tensor, logits: Tensor, of_target: bool = False) -> Tensor:
         """Return `logits` (vocab,) after the processors, in the context of `token_ids`: float32 (vocab,).
 
-        Args: of_target: the logits are the target's, and the token that they give will be committed.
+        Args: of_target: the logits are the target's, and the resulting token will be committed.
         """
         processors = self.processors if of_target else self.drafting
         # Copy if a caller's processor may write into the scores.
@@ -190,9 +190,9 @@ class TokenRule:
         return torch.softmax(scores.double(), dim=-1)
 
     def peek(self, probs: Tensor) -> Tensor:
-        """Draw a token of each of `probs` (…, vocab), all by one number, by inversion: int64 (…, 1), on their device.
+        """Draw a token from each of `probs` (…, vocab) by inversion with one random number: int64 (…, 1), same device.
 
-        For verifiers that weigh two distributions. Draws before `spend` are by the same number.
+        For verifiers that weigh two distributions. All draws before `spend` use the same number.
         """
         if self._peeked is None:
             self._peeked = self._uniform(0)
@@ -203,7 +203,7 @@ class TokenRule:
         self._peeked = None
 
     def draw_drafts(self, probs: Tensor) -> Tensor:
-        """Draw a token of each of `probs` (…, vocab), by inversion, from the draft's stream: int64 (…, 1), there."""
+        """Draw a token from each of `probs` (…, vocab) by inversion, with the draft's stream: int64 (…, 1)."""
         uniforms = [self._uniform(1) for _ in range(math.prod(probs.shape[:-1]))]
         if probs.dim() == 1:
             return invert_cdf(probs, uniforms[0])
@@ -280,7 +280,7 @@ def _ignores_text(processor: LogitsProcessor) -> bool:
 
 
 def invert_cdf(probs: Tensor, uniform: float | Tensor) -> Tensor:
-    """Return the index of each of `probs` (…, n) whose share of [0, 1) holds `uniform`: int64 (…, 1)."""
+    """Return for each of `probs` (…, n) the index whose interval of [0, 1) contains `uniform`: int64 (…, 1)."""
     cumulative = probs.cumsum(-1)
     total = cumulative[..., -1:].contiguous()
     index = torch.searchsorted(cumulative, uniform * total, right=True)
@@ -292,12 +292,11 @@ def invert_cdf(probs: Tensor, uniform: float | Tensor) -> Tensor:
 class Tally:
     """Counters and times of a completion in progress.
 
-    `rounds` are passes of the target after the prefill; `by_draft_length` counts them by the tokens accepted.
-    `estimated` is their cost by the drafter's own estimate, in plain passes. `accepted_prediction` and
-    `rejected_prediction` are drafted tokens that came from the request's prediction. `n_cached` tokens of the prompt
-    had been read by another request. In `crowded` rounds drafts do not pay, because so many other requests run.
-    `elapsed_s` are the seconds before `started`, a reading of `perf_counter`: those of a resumed request's earlier
-    process.
+    `rounds` counts target passes after the prefill; `by_draft_length` counts them by accepted tokens. `estimated` is
+    their cost by the drafter's own estimate, in plain passes. `accepted_prediction` and `rejected_prediction` count
+    drafted tokens from the request's prediction. `n_cached` tokens of the prompt had been read by another request.
+    `crowded` counts rounds in which drafts did not pay because too many other requests ran. `elapsed_s` are the seconds
+    before `started` (a reading of `perf_counter`), spent in an earlier process of a resumed request.
     """
 
     rounds: int = 0
@@ -332,9 +331,9 @@ class Tally:
 class ResumePoint:
     """State to resume a request from, possibly in another process, after an interruption between two passes.
 
-    `token_ids` are those generated so far, at least one; `searched` says that the search of the round in progress is
-    done; `finish` that nothing is left to decode; `n_drawn` is the rule's. From the first `n_learnt` tokens of its text
-    the drafter has learnt for later requests.
+    `token_ids` are those generated so far, at least one; `searched`: the search of the round in progress is done;
+    `finish`: nothing is left to decode; `n_drawn` is that of the rule. The drafter has already learnt from the first
+    `n_learnt` tokens of the text for later requests.
     """
 
     token_ids: tuple[int, ...]
@@ -351,11 +350,11 @@ class Context:
 
     Slots 0 … n-2 of `buffer` hold the target's keys and values of `token_ids`; the last token, the root of the next
     draft, will go to slot n-1, after which drafts and scratch rows are written. `searched`, `finish` and `n_learnt`
-    are as in `ResumePoint`. `logprobs` says how many alternatives are wanted for each token, apart from its own; None:
-    not even that. `prediction` are tokens that the caller expects after the prompt. `corpus`: finished answers that
-    drafts may repeat. `looks_back`: how many committed tokens a search will look at again. `states`: of the newest
-    positions before the root, the target's states after its last layer, (rows, hidden_size) each, until a draft model
-    takes them; None: none are kept.
+    are as in `ResumePoint`. `logprobs` is the number of alternatives per token besides its own log probability; None:
+    no log probabilities. `prediction` are tokens that the caller expects after the prompt. `corpus`: finished answers
+    to draft from. `looks_back`: number of committed tokens that a search will score again. `states`: the target's
+    states after its last layer at the newest positions before the root, (rows, hidden_size) each, until a draft model
+    takes them; None: not kept.
     """
 
     runtime: Runtime
@@ -386,7 +385,7 @@ class Context:
 
     @property
     def capture(self) -> dict[int, list[Tensor]] | None:
-        """What passes over committed rows capture (`Pass`), so that `states` are known."""
+        """The `capture` of passes (`Pass`) over committed rows, which provides `states`."""
         return None if self.states is None else {self.runtime.n_layers: self.states}
 
     def keep_states(self, captured: Sequence[Tensor], rows: Sequence[int]) -> None:
@@ -422,7 +421,7 @@ class Context:
     def scores(self, drafted: Drafted, logits: Tensor, of_target: bool = False) -> Tensor:
         """Return `TokenRule.scores` of `logits` (vocab,) after the committed tokens and the `drafted` ones.
 
-        For a rule that reads no text the number of `drafted` tokens is enough: they may be anything.
+        If the rule does not read the text, only the number of `drafted` tokens matters, not their values.
         """
         if not self.rule.reads_text:
             return self.rule.scores((), logits, of_target)
@@ -477,7 +476,7 @@ class Ending:
         return text[: self._find_stop(text, token_ids[: self.min_new_tokens])]
 
     def _find_stop(self, text: str, ignored_ids: Sequence[int]) -> int | None:
-        """Return where the first stop string begins; one that ends within the text of `ignored_ids` does not count."""
+        """Return the position of the first stop string that does not end within the text of `ignored_ids`."""
         n_ignored = 0
         if self.stop_strings and ignored_ids:
             assert self.to_text is not None
@@ -486,7 +485,7 @@ class Ending:
         return min((position for position in stop_positions if position >= 0), default=None)
 
     def _has_stop(self, token_ids: Sequence[int]) -> bool:
-        """Return whether the end of the text holds a stop string that counts, which its last token has completed."""
+        """Return whether the last token has completed a stop string that counts."""
         assert self.to_text is not None
         # Each visible token has at least one byte of UTF-8. Add 8 for special tokens and for characters cut at the
         # start.

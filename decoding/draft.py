@@ -2,10 +2,10 @@
 
     Method = drafter (with its stop rule and branching) + verifier
 
-A draft may be a chain or a tree, sampled or not, rows that were already run part of the depth, or text that needs no
-check at all; extra rows may join the target's pass. A tree is a spine that was drafted step by step, and side
-leaves that hang from it, in the order root (the last committed token), spine 1, spine 2, …, side leaves: accepting a
-prefix of the spine then moves no keys and values at all, and accepting a side leaf moves one row.
+A draft may be a chain or a tree, sampled or not, rows that were already run through part of the depth, or text that
+needs no verification; extra rows may be added to the target's pass. A tree is a spine that was drafted step by step,
+with side leaves, in the order root (the last committed token), spine 1, spine 2, …, side leaves. So accepting a
+prefix of the spine moves no keys and values, and accepting a side leaf moves one row.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ if TYPE_CHECKING:
 class Offer:
     """The tokens *sampled* below a node: the `nodes` of the draws, in order, and their distribution.
 
-    A node is repeated where its token was drawn again. `probs`: float64 (vocab,), the draft's distribution after
-    temperature, top-k and top-p. `replaced` says whether the draws were independent; if not, each was drawn from what
-    the ones before it left of `probs`. `tried`, bool (draws,), says on its device which of them are draws under this
-    node: those of sequences that turn out to pass through it (None: all).
+    A node is repeated if its token was drawn again. `probs`: float64 (vocab,), the draft's distribution after
+    temperature, top-k and top-p. `replaced`: the draws were independent; otherwise each was drawn from `probs` without
+    the tokens drawn before it. `tried`, bool (draws,), on its device: which of them are draws under this node, namely
+    those of sequences that pass through it (None: all).
     """
 
     nodes: tuple[int, ...]
@@ -51,9 +51,9 @@ class Offer:
 
 
 def draw_distinct(rule: TokenRule, probs: Tensor, n: int) -> Tensor:
-    """Draw `n` different tokens of `probs` (vocab,), each from what is left, without waiting for their device.
+    """Draw `n` different tokens from `probs` (vocab,), without replacement and without waiting for the device.
 
-    Returns: float64 (2, n): the tokens, and the logarithms of what was left of their probabilities, -inf of nothing.
+    Returns: float64 (2, n): the tokens, and the logarithms of their remaining probabilities; -inf if none remained.
     """
     import torch
 
@@ -78,10 +78,7 @@ def exclude_tokens(probs: Tensor, tokens: Tensor) -> Tensor:
 
 
 def offers_of(tree: DraftTree, drawn_from: Sequence[Tensor]) -> dict[int, Offer]:
-    """Return the offers of a spine whose first steps were drawn from these distributions, one token apart from others.
-
-    A step of one token is a draw by itself.
-    """
+    """Return the offers of a spine whose first steps were drawn from these distributions without replacement."""
     child_nodes = (tree.children(node) for node in range(len(drawn_from)))
     return {
         node_index: Offer(nodes, drawn_from[node_index], len(nodes) == 1)
@@ -93,16 +90,15 @@ def offers_of(tree: DraftTree, drawn_from: Sequence[Tensor]) -> dict[int, Offer]
 class Draft:
     """One round's proposal.
 
-    `offers[node]` says what the children of a node were sampled from; a node without one has children that were chosen
-    without chance (a one-hot draft). `logprobs[node]` is the draft's log probability of a node's token, where a
-    verifier asks for it. `staged` runs the rest of rows that were run part of the way, and returns the target's logits
-    (n_checked, vocab). `n_checked` is how many of the tree's nodes, from the root on, the target gives logits for
-    (None: all); 0 says that no pass is needed, for the drafter itself ran the target (`n_passes` times) and left keys
-    and values in place. `estimated` is the round's cost by measured costs of passes, in plain passes. `sources` says
-    where nodes' tokens come from, those of "draft" left out. `wants_argmaxes`: the drafter learns from the target's
-    most probable token after each row. `unread`, float64 (2, nodes), are the tokens of the first nodes, at least of the
-    root and the spine, where their device may still be computing them and the tree knows none of them, and the
-    logarithm of each one's confidence.
+    `offers[node]` is the distribution from which the children of a node were sampled; children of a node without an
+    offer were chosen deterministically (a one-hot draft). `logprobs[node]` is the draft's log probability of a node's
+    token, if a verifier needs it. `staged` runs the remaining layers of rows that were run through part of the depth,
+    and returns the target's logits (n_checked, vocab). `n_checked` is the number of nodes, from the root on, for which
+    the target gives logits (None: all). 0 means that no pass is needed, because the drafter itself ran the target
+    (`n_passes` times) and left keys and values in place. `estimated` is the round's cost by measured costs, in plain
+    passes. `sources` gives the sources of nodes' tokens, except "draft". `wants_argmaxes`: the drafter learns from the
+    target's most probable token after each row. `unread`, float64 (2, nodes): tokens of the first nodes (at least root
+    and spine) that may still be on the device and unknown to the tree, and the logarithm of each one's confidence.
     """
 
     tree: DraftTree
@@ -202,15 +198,14 @@ class AcceptanceProbe(Protocol):
 
 
 class DraftModel(ABC):
-    """Something cheaper than the target that predicts its next tokens; each request drafts with a copy.
+    """A model cheaper than the target that predicts its next tokens; each request drafts with a copy.
 
-    `layer_set` are the sub-layers that it leaves out of the target, if it is made of the target. `slot_bytes` is the
-    memory that it takes per slot of a request in addition to the target's. One that `reads_states` drafts from the
-    target's last states. `cost_name`: of its costs in a profile; None: they are those of its layer set. It
-    `checks_guesses` where one pass may run several nodes, each below the one before it. `context` is the request's, in
-    a copy that `begin` made, and `parents` are those of the round's nodes so far. `staged` are the round's rows where
-    verification only has
-    to finish them. `hidden` (1, hidden_size) is what the latest logits were read from, where a probe may see it.
+    `layer_set`: the target's sub-layers that it skips, if it is made of the target. `slot_bytes`: memory per slot of a
+    request in addition to the target's. `reads_states`: it drafts from the target's last states. `cost_name`: name of
+    its costs in a profile; None: the costs of its layer set. `checks_guesses`: one pass may run several nodes, each
+    below the previous one. In a copy made by `begin`, `context` is the request's, and `parents` are those of the
+    round's nodes so far. `staged` are the round's rows if verification only has to finish them. `hidden`
+    (1, hidden_size) is the state behind the latest logits, if a probe may see it.
     """
 
     layer_set: LayerSet | None = None
@@ -228,7 +223,7 @@ class DraftModel(ABC):
         """Raises: InvalidInput: it cannot draft for that target."""
 
     def coding(self, runtime: Runtime, capacity: int) -> SlotCoding | None:
-        """Return how its passes read slots of the target's buffer; None: as they are."""
+        """Return how its passes read slots of the target's buffer in coded form; None: uncoded."""
         return None
 
     def begin(self, context: Context) -> Self:
@@ -257,7 +252,7 @@ class DraftModel(ABC):
         return sys.maxsize
 
     def restart(self) -> None:
-        """Begin a new round: the next node is the root, the last committed token."""
+        """Start a new round: the next node is the root, the last committed token."""
         self.parents = []
 
     @property
@@ -280,15 +275,14 @@ class DraftModel(ABC):
     ) -> PassGenerator[Draft]:
         """Draft up to `max_steps` steps under the root, each read while the next one runs: the device never waits.
 
-        When a step's confidence is read, the next step is already running. That step's token stays in the draft, as
+        When a step's confidence is read, the next step is already running. Its token stays in the draft, because
         dropping it would waste a draft pass per round. So the last step is still on the device, has no side leaves, and
         is read together with the target's tokens.
 
         Args: n_candidates: candidates read per step; 0: no step is read. on_candidates: gets a step's candidates and
-              the probability of the first one, and returns how many of them to offer. should_continue: called before
-              each step, the first included. draws: tokens are drawn from the model's distribution; with several
-              candidates, the probability is that of the model's most probable token. probe: gives the probability
-              instead.
+              the probability of the first one, and returns how many to offer. should_continue: called before every
+              step. draws: tokens are drawn from the model's distribution; with several candidates, the probability is
+              that of the model's most probable token. probe: gives the probability instead.
         """
         import torch
 
@@ -328,7 +322,7 @@ class DraftModel(ABC):
         return Draft.of_unread(torch.cat(steps, dim=1), leaf_ids, staged, drawn_from)
 
     def rest(self, n_nodes: int, last: int | Tensor) -> PassGenerator[Tensor] | None:
-        """Return the work left to verify a chain of `n_nodes` rows that ends with `last`; None: all of the work."""
+        """Return the remaining work to verify a chain of `n_nodes` rows that ends with `last`; None: a whole pass."""
         if self.staged is None:
             return None
         if self.staged.n_rows < n_nodes:
@@ -354,11 +348,11 @@ class DraftModel(ABC):
 class Drafter(ABC):
     """Proposes continuations.
 
-    A method has one, which holds its settings and what all requests share; each request drafts with a copy, whose
-    `context` is the request's.
+    A method has one drafter, with its settings and the state shared by all requests; each request drafts with a copy,
+    whose `context` is the request's.
 
-    One that `runs_target` itself has no log probabilities of its tokens. A path has `max_depth` tokens at most, and
-    there are `max_width` nodes at one depth at most.
+    A drafter that `runs_target` itself has no log probabilities of its tokens. A path has at most `max_depth` tokens,
+    and a depth at most `max_width` nodes.
     """
 
     model: DraftModel | None = None
@@ -378,7 +372,7 @@ class Drafter(ABC):
         return 0 if self.model is None else self.model.slot_bytes
 
     def coding(self, runtime: Runtime, capacity: int) -> SlotCoding | None:
-        """Return how drafts read slots of a target's buffer of `capacity` slots; None: as they are."""
+        """Return how drafts read coded slots of a target's buffer of `capacity` slots; None: uncoded."""
         return None if self.model is None else self.model.coding(runtime, capacity)
 
     @property
@@ -391,7 +385,7 @@ class Drafter(ABC):
         return 1 + min(room, self.max_depth) * self.max_width
 
     def attach(self, runtime: Runtime) -> None:  # noqa: B027 - a hook
-        """Take from the target what all requests draft with; called before each request gets its buffer."""
+        """Take the shared parts for drafting from the target; called before each request gets its buffer."""
 
     def begin(self, context: Context) -> Self:
         """Return a copy that drafts for one request; called once, after its prefill."""
@@ -410,9 +404,9 @@ class Drafter(ABC):
         """Return a draft of at most `room` tokens in depth after the last committed token; yield its passes."""
 
     def guesses_behind(self, token_ids: Sequence[int], room: int) -> Sequence[tuple[int, TokenSource]]:
-        """Return up to `room` tokens, with their sources, that text says come after these; none by default.
+        """Return up to `room` tokens, with their sources, that earlier text predicts after these; none by default.
 
-        They go on with a draft that the drafter has not made: tokens that a grammar forces.
+        They extend a draft that the drafter did not make: tokens forced by a grammar.
         """
         return ()
 
@@ -426,5 +420,5 @@ class Drafter(ABC):
     def restore(self, state: Mapping[str, Any]) -> None:  # noqa: B027 - a hook
         """Restore the `state` of a drafter with the same settings.
 
-        Raises: KeyError, TypeError, ValueError: that is no such state.
+        Raises: KeyError, TypeError, ValueError: the state is invalid.
         """

@@ -21,9 +21,9 @@ from .work import PassGenerator
 
 
 class SkippedTarget(DraftModel):
-    """The target without the sub-layers of `layer_set`, which may be changed between rounds (SWIFT, Self-SD).
+    """The target without the sub-layers of `layer_set`, which may change between rounds (SWIFT, Self-SD).
 
-    It reads the target's keys and values and writes its own after them, where verification overwrites them. An empty
+    It reads the target's keys and values and writes its own after them; verification overwrites these. An empty
     layer set, or None, is the target itself.
     """
 
@@ -46,7 +46,7 @@ class SkippedTarget(DraftModel):
         super().restart()
         self.layer_set = layer_set = self._shared.layer_set
         self._variants = () if layer_set is None or layer_set.is_whole else (layer_set,)
-        self._reads_coded: bool | None = None  # Not known before the first pass: a round may do without the model.
+        self._reads_coded: bool | None = None  # Unknown before the first pass: a round may not use the model.
 
     def extend(self, token_ids: Sequence[int] | Tensor, parents: Sequence[int]) -> PassGenerator[Tensor]:
         rows = self._rows(token_ids, parents, self._variants)
@@ -54,7 +54,7 @@ class SkippedTarget(DraftModel):
         kind: PassKind = "check" if self.layer_set is None else "draft"
         buffer = self.context.buffer
         if self._reads_coded is None:
-            # Slots before the root are the target's for good.
+            # Slots before the root are committed and final.
             self._reads_coded = bool(self._variants) and buffer.code(self.context.root_slot)
         return (yield Pass(self.context.runtime, rows, buffer, kind=kind, reads_coded=self._reads_coded))
 

@@ -19,7 +19,7 @@ UNKNOWN = -1  # Placeholder for a token that has not been read from the device y
 
 @dataclass(frozen=True, slots=True)
 class DraftTree:
-    """Nodes in buffer order; `parents[0]` is -1. `n_steps` draft passes made it: the length of the spine."""
+    """Nodes in buffer order; `parents[0]` is -1. `n_steps`: number of draft passes, the length of the spine."""
 
     token_ids: tuple[int, ...]
     parents: tuple[int, ...]
@@ -77,7 +77,7 @@ class DraftTree:
     def read(self, token_ids: Sequence[int]) -> DraftTree:
         """Return the tree with the now known tokens of its first nodes filled in.
 
-        What hangs below a node that turns out to repeat another one hangs below that one as well.
+        Children of a node that duplicates another one become children of that one.
         """
         token_ids = (*token_ids, *self.token_ids[len(token_ids) :])
         first_child: dict[tuple[int, int], int] = {}  # (parent, token) -> first child of the parent with that token.
@@ -92,8 +92,8 @@ class DraftTree:
 class ExtraRows:
     """Extra rows in the target's pass besides the tree, for drafters that learn from them (Lookahead).
 
-    They see the committed text, the root, and one another as `visible` says: bool, (n, n). `depths` are their positions
-    relative to the root. Logits are wanted of the last `n_read` of them only.
+    They see the committed text, the root, and one another according to `visible`: bool, (n, n). `depths` are their
+    positions relative to the root. Only the logits of the last `n_read` rows are needed.
     """
 
     token_ids: tuple[int, ...]
@@ -129,8 +129,8 @@ def tree_rows(
 ) -> Rows:
     """Return the rows of a pass over the newest nodes of a tree, followed by extra rows.
 
-    Args: token_ids: of the newest nodes; no tensor where there are extra rows. parents: of all nodes; node i goes to
-          slot `root_slot` + i.
+    Args: token_ids: those of the newest nodes; not a tensor if there are extra rows. parents: those of all nodes; node
+          i goes to slot `root_slot` + i.
     """
     from ..models.rows import Rows
 

@@ -34,11 +34,11 @@ class _Rounds:
 class DraftTrials:
     """Decides by measured time whether drafting pays with `n_sequences` concurrent sequences.
 
-    The more rows a pass has, the less drafts pay, and a sequence cannot know from where on: that depends on what the
-    others add, and all wait for those that draft. So rounds in which any sequence drafted are compared with plain ones.
-    The first few are plain; then the faster way is used, and the other tried ever more rarely while it stays slower.
-    `paid`: drafts won the latest comparison. `idle` are the rounds since the latest trial, and `wait` those until the
-    next.
+    Drafts pay less the more rows a pass has. A sequence cannot know the limit by itself, because it depends on the
+    other sequences, which all wait for those that draft. So rounds in which any sequence drafted are compared with
+    plain ones. The first few are plain; then the faster way is used, and the other is tried ever more rarely while it
+    stays slower. `paid`: drafts won the latest comparison. `idle`: rounds since the latest trial; `wait`: rounds until
+    the next.
     """
 
     n_sequences: int

@@ -18,12 +18,12 @@ from .context import Context
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Prefilled:
-    """The prompt was read, and gave its first token; a resumed request has no new one.
+    """The prompt was read and gave the first token; a resumed request has no new token.
 
-    `state` is the mean state (hidden_size,) after the final norm, in float32, of the prompt's tokens; those that
-    another request has read count as the mean of what it has read of its prompt.
-    `logprobs` are those of `token_ids`, `prompt_logprobs` those of the prompt's tokens after the first; empty where
-    not wanted.
+    `state` is the mean state (hidden_size,) of the prompt's tokens after the final norm, in float32; tokens read by
+    another request count with the mean of that request's prompt.
+    `logprobs` are those of `token_ids`, `prompt_logprobs` those of the prompt's tokens after the first; empty if not
+    requested.
     """
 
     context: Context
@@ -42,7 +42,7 @@ class Prefilled:
 class Round:
     """One draft and its verification, with the committed tokens and, if requested, their `logprobs`.
 
-    `traced` says where each of the tokens came from, and `drafter` what drafted ("target": nothing did).
+    `traced` gives the source of each token, and `drafter` what drafted ("target": nothing was drafted).
     """
 
     context: Context
@@ -58,7 +58,7 @@ class Round:
 
     @property
     def shared_s(self) -> float:
-        """The request's share of the round's seconds: those of requests that run at once add up to the elapsed time."""
+        """The request's share of the round's seconds; the shares of concurrent requests add up to the elapsed time."""
         return (self.draft_s + self.verify_s) / self.context.load.checked
 
 
@@ -73,8 +73,8 @@ class Turn(NamedTuple):
 class GenerateInfo:
     """How a completion was decoded: method, layer set and its origin, a note for the user, reason for not drafting.
 
-    `ratio` are plain seconds / drafted seconds, as measured for the plan; `saved_s` what that makes of the completion's
-    drafted rounds: the seconds that plain decoding would have taken longer.
+    `ratio` is plain seconds / drafted seconds, as measured for the plan; `saved_s` is the resulting saving in the
+    completion's drafted rounds: the extra seconds of plain decoding.
     """
 
     method: str
@@ -103,9 +103,9 @@ class Generated(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TextAdded:
-    """Text that a completion has grown by, final.
+    """A final piece of text of a completion.
 
-    It came with `n_tokens` tokens, `traced` to their sources, with their `logprobs` where wanted; `prompt_logprobs` are
+    It has `n_tokens` tokens, `traced` to their sources, with `logprobs` if requested; `prompt_logprobs` are
     those of the prompt's tokens after the first one.
     """
 

@@ -1,4 +1,4 @@
-"""Grammars that completions must follow, by llguidance, and the processor that forbids all other tokens.
+"""Grammars that completions must follow, compiled by llguidance, and the processor that forbids all other tokens.
 
 Source: llguidance (https://github.com/guidance-ai/llguidance).
 """
@@ -26,7 +26,7 @@ MAX_GRAMMARS = 64  # Maximum compiled grammars in the cache.
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """A grammar that completions must follow: `source` is in llguidance's syntax, `words` name it in messages."""
+    """A grammar that completions must follow: `source` is in llguidance's syntax, `words` is its name in messages."""
 
     source: str
     words: str
@@ -47,8 +47,8 @@ class Grammar:
     def call(cls, functions: Mapping[str, Mapping[str, Any]]) -> Grammar:
         """Return the grammar of `{"name": …, "arguments": …}`, a call of one of the functions.
 
-        Args:   functions: OpenAI's objects, by the places of their parameters in the request. A schema of parameters
-                is a document by itself: `#` in its references is its root.
+        Args:   functions: OpenAI's objects, by the place of their parameters in the request. Each schema of parameters
+                is a separate document: `#` in its references is its root.
         Raises: ParametersError: a schema cannot be used; the error's `param` is its place.
         """
         call_rules, schema_rules = list[str](), list[str]()
@@ -82,9 +82,9 @@ class Grammar:
     def mask(self, tokenizer: Any, n_vocab: int, n_prompt: int, stop_token_ids: Sequence[int]) -> GrammarMask:
         """Return the processor of a request.
 
-        Args:   n_vocab: logits of a row. n_prompt: tokens of the prompt, which the grammar does not cover.
-                stop_token_ids: what ends a text of the language, at least one.
-        Raises: InvalidInput: there is none, or llguidance cannot read the tokenizer.
+        Args:   n_vocab: number of logits per row. n_prompt: number of prompt tokens, which the grammar does not cover.
+                stop_token_ids: tokens that end a text of the grammar, at least one.
+        Raises: InvalidInput: there is no stop token, or llguidance cannot read the tokenizer.
         """
         if not stop_token_ids:
             raise InvalidInput("this model has no stop token to end a text with: decode without a grammar")
@@ -95,8 +95,8 @@ class Grammar:
 class GrammarMask(LogitsProcessor):
     """Forbids every token that the grammar does not allow next; if none is allowed, all but the stop tokens.
 
-    Its one matcher is moved back and forward to the text that it is asked about, so that drafts, every node of a tree
-    and the target get the masks that plain decoding would.
+    Its single matcher moves back and forth to the text in question, so that drafts, every node of a tree and the target
+    get the same masks as plain decoding.
     """
 
     def __init__(self, matcher: LLMatcher, n_prompt: int, stop_token_ids: Sequence[int]) -> None:
@@ -119,8 +119,8 @@ class GrammarMask(LogitsProcessor):
     def allowed(self, generated: Sequence[int], n_vocab: int, n_known: int = 0) -> Tensor:
         """Return a mask of the tokens allowed next: bool (vocab,); all True if the text violates the grammar.
 
-        Args:   generated: without the first `n_known`, which are committed ones.
-        Raises: InvalidInput: the grammar takes too much work here.
+        Args:   generated: the generated tokens without the first `n_known`, which are committed.
+        Raises: InvalidInput: the grammar needs too much work at this point.
         """
         stop_mask = torch.zeros(n_vocab, dtype=torch.bool)
         stop_mask[self.stop_token_ids] = True
@@ -138,7 +138,7 @@ class GrammarMask(LogitsProcessor):
     def forced(self, token_ids: Sequence[int]) -> list[int]:
         """Return the tokens that the grammar forces after the committed `token_ids` (prompt included).
 
-        They are as the tokenizer would split that text; the model may split it another way.
+        They are split as the tokenizer would split that text; the model may split it differently.
         """
         new_ids = token_ids[self.n_prompt + self._n_committed :]
         if not set(self.stop_token_ids).isdisjoint(new_ids) or not self._move_matcher(new_ids, self._n_committed):

@@ -1,4 +1,4 @@
-"""How often drafts from earlier text are right, by the length of the match that they come from."""
+"""Hit rates of drafts from earlier text, by the length of the match that they come from."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ MAX_SEEN = 1024.0  # Observations per match length above which the counts are ha
 
 @dataclass(slots=True, eq=False)
 class HitRates:
-    """How often the token after an earlier match came again, by the length of the match.
+    """How often the token that followed an earlier match recurred, by the length of the match.
 
-    The prior for a match of m tokens is m / (m + 1), or the rate of `earlier` texts, which is updated, too.
+    The prior for a match of m tokens is m / (m + 1), or the rate of `earlier` texts, which is also updated.
     """
 
     earlier: HitRates | None = None

@@ -12,12 +12,12 @@ MAX_TIMINGS = 256  # Maximum pass times kept until they are collected.
 
 @dataclass(slots=True)
 class Load:
-    """How many sequences the latest passes of an engine served: of the whole target, and of drafts.
+    """Number of sequences in the latest passes of an engine: of the whole target, and of drafts.
 
-    `n_checks` counts passes of the target that checked drafts; `n_beside` those that read a prompt or scored a window,
-    those that will be replayed but are not yet, and what else took time; `n_tokens` what rounds
-    committed. `drafts` says whether drafts pay with so many others. `timings` are the latest passes that were timed,
-    for whoever learns from them and takes them out.
+    `n_checks` counts target passes that verified drafts. `n_beside` counts passes that read a prompt or scored a
+    window, passes that are not captured yet, and other work that took time. `n_tokens` counts committed tokens.
+    `drafts`: whether drafts pay with the current number of sequences. `timings` are the latest timed passes, until a
+    consumer takes them.
     """
 
     checked: int = 1
@@ -33,7 +33,7 @@ class Load:
         return self.checked > 1
 
     def take_timings(self) -> list[PassTiming]:
-        """Return the passes that were timed since the last call, oldest first, `MAX_TIMINGS` at most."""
+        """Return the passes timed since the last call, oldest first, at most `MAX_TIMINGS`."""
         timings = list(self.timings)
         self.timings.clear()
         return timings

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 def token_logprobs(rows: Sequence[Tensor] | Tensor, token_ids: Sequence[int], n_top: int) -> tuple[TokenLogprob, ...]:
     """Return the log probabilities of tokens, and of the `n_top` likeliest ones, by the model's own logits (vocab,).
 
-    All are read in one transfer. Rows and tokens pair up as far as both go.
+    All are read in one transfer. Rows and tokens are paired up to the shorter of the two.
     """
     from ..models.rows import read_together
     from ..models.transfers import uploaded
@@ -31,7 +31,7 @@ def token_logprobs(rows: Sequence[Tensor] | Tensor, token_ids: Sequence[int], n_
 def logprobs_of(logits: Tensor, token_ids: Tensor, n_top: int) -> Tensor:
     """Return the `n_top` likeliest tokens and `token_ids` (n,), and the log probabilities of all by logits (vocab,).
 
-    Of one row, so that no bits depend on other rows: float64 (2, n_top + n), on the device.
+    Computed from a single row, so that no bits depend on other rows: float64 (2, n_top + n), on the device.
     """
     import torch
 

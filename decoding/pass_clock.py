@@ -13,8 +13,8 @@ from .load import Load
 class PassClock:
     """Records the time of each decoding pass in the engine's load.
 
-    On a CUDA device logits are computed while their reader goes on. Draft passes then count with the check of the
-    target that waits for them all.
+    On a CUDA device logits are computed asynchronously. Draft passes are then timed together with the target's
+    verification, which waits for them all.
     """
 
     def __init__(self, load: Load) -> None:
@@ -30,14 +30,14 @@ class PassClock:
         is_usual: bool,
         experts: ExpertCounts | None = None,
     ) -> None:
-        """Note passes that ran together from `started` on, and of which the first was read by `ended`.
+        """Record passes that ran together from `started` on; the first of them was read at `ended`.
 
-        Args: is_usual: whether later passes of the kind will take as long. It is False for those that are captured.
-              experts: what their rows took of mixtures, if it was counted.
+        Args: is_usual: whether later passes of this kind will take as long; False while passes are being captured.
+              experts: counts of the experts that their rows used, if counted.
         """
         part = part_of(passes)
         n_positions = sum(pass_.rows.first_slot for pass_ in passes) / len(passes)
-        # What drafts take says nothing of the target's own rows.
+        # Experts of drafts say nothing about the target's own rows.
         if any(pass_.kind == "draft" or pass_.rows.variants for pass_ in passes):
             experts = None
         if part is None or not is_usual:
@@ -57,7 +57,7 @@ class PassClock:
 def part_of(passes: Sequence[Pass]) -> Part | None:
     """Return the rows and the layer set of passes that ran together; None if cost profiles have no such passes.
 
-    It has checks of the whole target, and drafts of one layer set of it.
+    Profiles contain verification passes of the whole target, and drafts with one layer set of it.
     """
     first_pass = passes[0]
     if any((pass_.kind, pass_.rows.variants) != (first_pass.kind, first_pass.rows.variants) for pass_ in passes[1:]):

@@ -1,11 +1,11 @@
 """A second tier of kept prefixes, on disk: keys and values in the model's dtype, for later and for the next start.
 
 Texts are stored in blocks of BLOCK_TOKENS tokens. A block is named by a hash over the salt and all tokens up to its
-end, so that texts that begin alike share blocks, and only a text of the same salt and tokens finds one. A model with
-recurrent layers can go on from a text only where their states are known. Each such place has a separate file, with
+end, so texts with a common prefix share blocks, and only a text with the same salt and tokens finds a block. A model
+with recurrent layers can continue a text only at places with known states. Each such place has a separate file, with
 the states and the slots after the last whole block before it, named by a hash of the same kind and its number of
-tokens. The folder is that of one model, machine and version of the software: what is read back has the bits of reading
-the prompt anew.
+tokens. A folder belongs to one model, machine and software version, so the data read back have the bits of reading the
+prompt again.
 
 Source: blocks named by the hash of their prefix are those of vLLM's prefix cache (arXiv:2309.06180).
 """
@@ -51,7 +51,7 @@ logger = logging.getLogger(__name__)
 
 
 def identity_of(runtime: Runtime) -> str:
-    """Return what the bits of keys and values depend on."""
+    """Return everything on which the bits of keys and values depend."""
     parts = runtime.info.fingerprint, machine_name(runtime), software_of(runtime), runtime.dtype_name
     return "\0".join((*parts, str(runtime.exact)))
 
@@ -64,7 +64,7 @@ class StoredBlock(NamedTuple):
 
 
 class StoredText(NamedTuple):
-    """What is stored of a text's first `n_tokens` tokens: the names of its blocks and of the place after them."""
+    """The stored part of a text, `n_tokens` tokens: the names of its blocks and of the place after them."""
 
     n_tokens: int
     blocks: list[bytes]
@@ -81,8 +81,8 @@ NOTHING = StoredText(0, [])
 class PrefixFolder(OwnerFolders):
     """Blocks of the texts of one runtime in a folder; a thread writes them, so that no request waits for the disk.
 
-    Args:   root: may hold other models' blocks, too. max_bytes: of all blocks in it when it is opened, and of this
-            runtime's from then on; the least recently used ones are removed.
+    Args:   root: may contain other models' blocks, too. max_bytes: limit for all blocks in it when it is opened, and
+            for this runtime's from then on; the least recently used ones are removed.
     Raises: SettingsError: another process uses the folder. OutputError: it cannot be written to.
     """
 
@@ -119,16 +119,16 @@ class PrefixFolder(OwnerFolders):
         return OrderedDict(reversed(kept))
 
     def store(self, prefix: Prefix) -> None:
-        """Store a kept text soon, as far as it is kept by then."""
+        """Queue a kept text for storing; what has been evicted by then is not stored."""
         if prefix.slots.runtime is self.runtime and len(prefix.token_ids) >= BLOCK_TOKENS:
             self._texts.put(prefix)
 
     def n_stored(self, slots: Slots) -> int:
-        """Return how many of a text's first tokens are stored, less than all of them."""
+        """Return the number of stored tokens at a text's start, always fewer than all of them."""
         return self._stored(slots).n_tokens
 
     def _stored(self, slots: Slots) -> StoredText:
-        """Return what is stored of a text, less than all of its tokens."""
+        """Return the stored part of a text, always fewer than all of its tokens."""
         if slots.runtime is not self.runtime:
             return NOTHING
         token_ids = slots.tokens[:-1]
@@ -144,10 +144,10 @@ class PrefixFolder(OwnerFolders):
         return NOTHING
 
     def reading(self, slots: Slots, buffer: KVBuffer, n_filled: int) -> Iterator[tuple[int, Tensor | None]]:
-        """Read what is stored of a text after its first `n_filled` tokens into a buffer, one file with each step.
+        """Read the stored part of a text after its first `n_filled` tokens into a buffer, one file per step.
 
-        Yields the number of tokens from which the text can go on by then, and the mean state of their text. Nothing is
-        read after a file that is missing or damaged.
+        Yields the number of tokens after which the text can continue so far, and the mean state of their text. Reading
+        stops at a missing or damaged file.
         """
         while (text := self._stored(slots)).n_tokens > n_filled:
             self._touch(text.names)
@@ -167,14 +167,14 @@ class PrefixFolder(OwnerFolders):
                 yield n_filled, state
 
     def _touch(self, names: Sequence[bytes]) -> None:
-        """Mark blocks as the latest used, the first of a text last: the others are worth nothing without it."""
+        """Mark blocks as most recently used, a text's first one last, because the others are useless without it."""
         now_ns = time.time_ns()
         with self._lock_index:
             for number, name in enumerate(reversed(names)):
                 if (block := self._blocks.get(name)) is not None:
                     self._blocks.move_to_end(name)
                     with suppress(OSError):
-                        # Times of their own: the system's clock gives several files the same one.
+                        # Use distinct times, because the system's clock may give several files the same one.
                         os.utime(block.path, ns=(now_ns + number, now_ns + number))
 
     def _read(self, name: bytes, buffer: KVBuffer, start: int, end: int, is_place: bool) -> Tensor | None:
@@ -263,11 +263,11 @@ class PrefixFolder(OwnerFolders):
             self._blocks = OrderedDict((name, block) for name, block in self._blocks.items() if block.path.exists())
 
     def wait(self) -> None:
-        """Wait until the texts to be stored are."""
+        """Wait until all queued texts are stored."""
         self._texts.join()
 
     def close(self) -> None:
-        """Store what is still to be stored, and let another process use the folder."""
+        """Store the remaining queued texts, and release the folder for other processes."""
         self._texts.put(None)
         self._writer.join()
         super().close()

@@ -1,8 +1,8 @@
-"""What finished requests read: kept in memory for texts that begin alike, by value where memory is short.
+"""Prefix cache: texts read by finished requests, kept in memory for texts with the same prefix; evicted by value.
 
-A text is worth what it would take to read again, times how likely it comes again, per byte.
-Source: GreedyDual-Size-Frequency (Cherkasova, 1998): the clock is the value of the last evicted text, so that what was
-not used for long loses value, and uses count as often as they came.
+The value of a text is the time to read it again, times its frequency of use, per byte.
+Source: GreedyDual-Size-Frequency (Cherkasova, 1998): the clock is the value of the last evicted text, so texts that are
+not used lose value, and every use counts.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class Prefix:
     token_ids: Tokens
     n_uses: float = 1.0
     used_at: float = 0.0  # The cache's clock at the latest use.
-    use_number: int = 0  # Of all uses, the number of the latest one.
-    n_shared: int = 0  # Tokens at its beginning that another kept text holds as well.
+    use_number: int = 0  # Sequence number of the latest use among all uses.
+    n_shared: int = 0  # Tokens at its start that another kept text also has.
     is_kept: bool = False
 
     @property
@@ -60,13 +60,13 @@ class Prefix:
         return common_length(self.token_ids, token_ids)
 
     def reachable(self, slots: Slots, token_ids: Tokens) -> int:
-        """Return after how many of `token_ids` another text can go on from this one's buffer."""
+        """Return the number of `token_ids` after which another text can continue from this one's buffer."""
         return self.buffer.reachable(self.common(slots, token_ids))
 
 
 @dataclass(slots=True)
 class ReadCosts:
-    """Seconds of reading a token of a prompt, by the number of tokens before it, as passes took them."""
+    """Measured seconds of reading a prompt token, by the number of tokens before it."""
 
     _seconds: dict[int, float] = field(default_factory=dict)  # By context bucket.
     # Seconds of the tokens before each bucket's, and of each of its tokens, since the latest pass.
@@ -83,7 +83,7 @@ class ReadCosts:
         self._sums.clear()
 
     def of(self, start: int, end: int) -> float:
-        """Return the seconds of reading the tokens from `start` to `end`; as many as tokens before any was timed."""
+        """Return the seconds of reading the tokens from `start` to `end`; before any timing, their number."""
         return self._until(end) - self._until(start)
 
     def _until(self, end: int) -> float:
@@ -99,7 +99,7 @@ class ReadCosts:
 
 
 class Match(NamedTuple):
-    """The length of the common prefix of a text with another, and that one; None: there is none."""
+    """Length of the common prefix of a text with a kept one, and that text; None: there is none."""
 
     n_tokens: int
     prefix: Prefix | None
@@ -192,7 +192,7 @@ class PrefixCache:
         return sum(len(prefix.token_ids) for prefix in self._prefixes)
 
     def add(self, prefix: Prefix) -> None:
-        """Keep a text, in place of those that are its own beginnings."""
+        """Keep a text, replacing kept texts that are prefixes of it."""
         texts = self._texts.setdefault((prefix.slots.runtime, prefix.slots.salt), SortedTexts())
         beginnings = [kept for n, kept in texts.matches(prefix.token_ids) if n == len(kept.token_ids)]
         self._mark_used(prefix, max((kept.n_uses for kept in beginnings), default=prefix.n_uses))
@@ -203,9 +203,9 @@ class PrefixCache:
         self._prefixes[prefix] = None
 
     def longest(self, slots: Slots, token_ids: Tokens) -> Match:
-        """Return the longest prefix of a text that a kept one holds, and the latest used such text.
+        """Return the longest prefix of a text that a kept one has, and the most recently used such text.
 
-        The latest is taken because a prefix that many texts share must not make an old text look recently used.
+        The most recent one is chosen because a prefix shared by many texts must not make an old text look recent.
         """
         best, best_use = NO_MATCH, 0
         texts = self._texts.get((slots.runtime, slots.salt))
@@ -218,9 +218,9 @@ class PrefixCache:
         return best
 
     def use(self, prefix: Prefix, n_tokens: int) -> None:
-        """Count that a text goes on from the first `n_tokens` of a kept one, unless they are few of it.
+        """Count a use of the first `n_tokens` of a kept text, unless they are a small part of it.
 
-        A beginning that many texts have in common says nothing about any of them.
+        A prefix that many texts share says nothing about the use of a single one.
         """
         if prefix.is_kept and n_tokens >= MIN_USED_FRACTION * len(prefix.token_ids):
             self._mark_used(prefix, prefix.n_uses + 1)
@@ -230,12 +230,12 @@ class PrefixCache:
         prefix.n_uses, prefix.used_at, prefix.use_number = n_uses, self._clock, self._n_uses
 
     def evict(self, n_bytes: int, keep: Prefix | None = None) -> None:
-        """Drop the texts of the least value, never `keep`, until they had `n_bytes` or there are no others."""
+        """Drop the least valuable texts, never `keep`, until `n_bytes` are freed or no others are left."""
         values = [(self._value(prefix), prefix.use_number, prefix) for prefix in self._prefixes if prefix is not keep]
         heapify(values)
         while n_bytes > 0 and values:
             value, number, prefix = values[0]
-            # What a dropped text had in common with this one would now have to be read again.
+            # The prefix shared with a dropped text would now have to be read again.
             if (latest := self._value(prefix)) > value:
                 heapreplace(values, (latest, number, prefix))
                 continue
@@ -245,7 +245,7 @@ class PrefixCache:
             self._drop(prefix)
 
     def _value(self, prefix: Prefix) -> float:
-        """Return the value per byte; only what no other kept text holds would have to be read again."""
+        """Return the value per byte; only tokens that no other kept text has would have to be read again."""
         seconds = self.costs.of(prefix.n_shared, len(prefix.token_ids))
         return prefix.used_at + prefix.n_uses * seconds / prefix.n_bytes
 

@@ -1,7 +1,6 @@
-"""Limits on chat templates, which are programs of whoever made the model: time, memory, and powers of large numbers.
+"""Limits on chat templates, which are programs by the model's author: time, memory, and powers of large numbers.
 
-transformers runs them in jinja2's sandbox, which keeps them from the machine. It lets them run and grow without
-end.
+transformers runs them in jinja2's sandbox, which protects the machine but does not limit their time and memory.
 """
 
 from __future__ import annotations
@@ -18,13 +17,13 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from transformers.utils import chat_template_utils
 
 LONGEST_S = 5.0  # Seconds that a template may run; those of known models take milliseconds.
-MOST_BYTES = 2 << 30  # Memory that the process may take while a template runs, in addition to what it has.
-MOST_BITS = 1 << 12  # Largest result of a power: a larger one would be a single step, which nothing can interrupt.
-_RENDERING = threading.Lock()  # Limits of memory are the process's, so templates run one at a time.
+MOST_BYTES = 2 << 30  # Additional memory that the process may take while a template runs.
+MOST_BITS = 1 << 12  # Maximum bits of a power: a larger one would be a single step that cannot be interrupted.
+_RENDERING = threading.Lock()  # Memory limits apply to the process, so templates run one at a time.
 
 
 class LimitExceeded(Exception):
-    """A template exceeds one of the limits; the message is a sentence. No template refuses a chat by it."""
+    """A template exceeds one of the limits; the message is a sentence. Templates themselves never raise it."""
 
 
 class _Overdue(Exception):
@@ -36,7 +35,7 @@ class _TooLarge(Exception):
 
 
 class LimitedEnvironment(ImmutableSandboxedEnvironment):
-    """jinja2's sandbox, and no powers of large numbers."""
+    """jinja2's sandbox, without powers of large numbers."""
 
     intercepted_binops = frozenset({"**"})
 
@@ -71,7 +70,7 @@ def limited() -> Iterator[None]:
 
 @contextmanager
 def _our_sandbox() -> Iterator[None]:
-    """Let transformers compile templates for `LimitedEnvironment`: it looks the sandbox up when it compiles one."""
+    """Make transformers compile templates for `LimitedEnvironment`; it looks up the sandbox when it compiles one."""
     module: Any = chat_template_utils
     usual = module.ImmutableSandboxedEnvironment
     module.ImmutableSandboxedEnvironment = LimitedEnvironment
@@ -83,7 +82,7 @@ def _our_sandbox() -> Iterator[None]:
 
 @contextmanager
 def _limited_time() -> Iterator[None]:
-    """Raise `_Overdue` in this thread after `LONGEST_S`, between two steps of its program."""
+    """Raise `_Overdue` in this thread after `LONGEST_S`, between two bytecode steps."""
     thread, lock, is_done = ctypes.c_ulong(threading.get_ident()), threading.Lock(), False
     interrupt = ctypes.pythonapi.PyThreadState_SetAsyncExc
 
@@ -100,13 +99,13 @@ def _limited_time() -> Iterator[None]:
     finally:
         with lock:
             is_done = True
-            interrupt(thread, None)  # One that is under way would be raised later, in other code.
+            interrupt(thread, None)  # Cancel a pending exception, which would otherwise be raised later in other code.
         timer.cancel()
 
 
 @contextmanager
 def _limited_memory() -> Iterator[None]:
-    """Let allocations fail that would take the process `MOST_BYTES` further, where the system can."""
+    """Make allocations beyond `MOST_BYTES` of additional memory fail, if the system supports it."""
     if sys.platform != "linux":
         yield
         return

@@ -1,9 +1,9 @@
 """Predictions from earlier text: what followed the longest suffix that occurred before, and how often it is right.
 
-Earlier text is the request's own, and the finished answers of its task (`corpus.py`). A drafted token costs a row of
-the target's pass, so a draft should be only as long as it is likely to be accepted. How likely is learnt from the text
-itself: at each of its tokens, the prompt's included, the match before it predicted one. Matches with finished answers
-are rated at the tokens of the completion only.
+Earlier text is the request's own text and the finished answers of its task (`corpus.py`). A drafted token costs a row
+of the target's pass, so a draft should be only as long as it is likely to be accepted. That probability is learnt from
+the text itself: each of its tokens, including the prompt's, was predicted by the match before it. Matches with finished
+answers are rated only at the tokens of the completion.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ _MAX_UPDATED_STATES = 8  # Maximum states per token whose latest occurrence is u
 class SuffixAutomaton:
     """A text's substrings, grouped into states by where they end; extended token by token, at most 2n states.
 
-    A state stands for all substrings that end at the same places. The state of the whole text holds the ends of it that
-    occur nowhere else; its suffix link leads to the state whose longest member is the longest end of the text that
-    occurred before (the two may overlap). Each state remembers an earlier place where its substrings ended: the most
-    recent one, unless the text is nested deeply in itself.
+    A state represents all substrings that end at the same places. The state of the whole text contains the suffixes
+    that occur nowhere else; its suffix link leads to the state whose longest member is the longest suffix that occurred
+    before (the two may overlap). Each state remembers an earlier place where its substrings ended: the most recent one,
+    unless the text is deeply self-similar.
 
     Source: Blumer et al., 1985 (the construction); amortised O(1) per token, memory linear in the text.
     """
@@ -94,7 +94,7 @@ class SuffixAutomaton:
 
 
 class Guess(NamedTuple):
-    """A predicted token, its chance to be right, and the text that it comes from; of a corpus, the place there."""
+    """A predicted token, its probability of being right, and its source; for a corpus also the place there."""
 
     token_id: int
     chance: float
@@ -105,8 +105,9 @@ class Guess(NamedTuple):
 class Matches:
     """The committed text with its matches, and hit rates by length of match.
 
-    Args: prediction: what the caller expects after the prompt. It is read as earlier text, after the prompt's last
-          tokens; other texts' rates learn nothing from it. corpus: finished answers that the completion may repeat.
+    Args: prediction: text that the caller expects after the prompt. It is read as earlier text, following the prompt's
+          last tokens; rates of other texts do not learn from it. corpus: finished answers that the completion may
+          repeat.
     """
 
     def __init__(
@@ -135,7 +136,7 @@ class Matches:
     def read(self, token_ids: Sequence[int], known: bool = False) -> None:
         """Add the tokens committed since the last call; at the first call, the prompt.
 
-        Args: known: whether an earlier process has read it, so that earlier texts' rates have learnt it.
+        Args: known: whether an earlier process has read it, so that earlier texts' rates already include it.
         """
         n_read = self.n_read
         self.extend(token_ids[n_read:], known)
@@ -189,7 +190,7 @@ class Cursor:
 
     @property
     def guess(self) -> Guess | None:
-        """The prediction that is likelier to be right, of text and corpus; None without a match."""
+        """The likelier prediction of text and corpus; None without a match."""
         guess = None
         if (token_id := self.token_id) is not None:
             source: TokenSource = "prediction" if self.place in self.matches.predicted else "text"
@@ -213,7 +214,7 @@ class Cursor:
             self.corpus_place.move(token_id, MAX_DRAFT_CANDIDATES)
 
     def ahead(self) -> Iterator[Guess]:
-        """Yield the predicted tokens, each with its chance to be right if all before it are."""
+        """Yield the predicted tokens, each with its probability of being right if all before it are."""
         corpus_place = self.corpus_place and self.corpus_place.copy()
         copied_cursor = Cursor(self.matches, self.place, self.length, self.last, corpus_place)
         while (guess := copied_cursor.guess) is not None:
@@ -221,7 +222,7 @@ class Cursor:
             copied_cursor.move(guess.token_id)
 
     def guesses(self, max_guesses: int, min_chance: float) -> list[Guess]:
-        """Return up to `max_guesses` predicted tokens, while the chance that all are right is at least `min_chance`."""
+        """Return up to `max_guesses` predicted tokens, while P(all are right) is at least `min_chance`."""
         joint_chance, guesses = 1.0, list[Guess]()
         for guess in islice(self.ahead(), max_guesses):
             joint_chance *= guess.chance

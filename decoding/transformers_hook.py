@@ -1,6 +1,6 @@
 """transformers' `generate` with drafts: `model.generate(..., custom_generate=swiftopt.custom_generate, layer_set=…)`.
 
-Everything that `generate` takes is obeyed or refused in a sentence; `generate_options` says which.
+Every option of `generate` is obeyed or refused with a message; `generate_options` lists which.
 """
 
 from __future__ import annotations
@@ -56,18 +56,18 @@ def custom_generate(
     tokenizer: Any = None,
     **model_inputs: Any,
 ) -> Any:
-    """Decode as `generate` would, drafting with the sub-layers of `layer_set` left out.
+    """Decode like `generate`, drafting without the sub-layers of `layer_set`.
 
-    A record or file drafts as it was tuned for. For adaptive drafts, costs are measured at the first call; they, the
-    quantised copies, CUDA graphs and what was learnt of acceptance stay with the model object for the next one, until
-    its weights are others. Calls on one object run one after the other.
+    A record or file drafts with the method that it was tuned for. For adaptive drafts, costs are measured at the first
+    call. Costs, quantised copies, CUDA graphs and learnt acceptance rates stay with the model object for later calls,
+    until its weights change. Calls on one object run one after the other.
 
-    Args:    layer_set: a `LayerSet`, a record, or the path of an exported file. on_tokens: gets each block of tokens
-             as it is committed. streamer: of transformers; gets each token. tokenizer: read by `generate`, for
-             `stop_strings`.
+    Args:    layer_set: a `LayerSet`, a record, or the path of an exported file. on_tokens: receives each block of
+             tokens as it is committed. streamer: transformers' streamer; receives each token. tokenizer: used by
+             `generate` for `stop_strings`.
     Returns: int64 (1, prompt + completion), or a `DraftedOutput` with `return_dict_in_generate`.
-    Raises:  SettingsError: no layer set, several sequences at once, or an option that is not obeyed.
-             InvalidInput: a prompt that is empty, padded or not of token ids. UnsupportedModel, LayerSetError,
+    Raises:  SettingsError: no layer set, several sequences at once, or an unsupported option.
+             InvalidInput: the prompt is empty, padded or not token ids. UnsupportedModel, LayerSetError,
              ContextOverflow as in `decode`.
     """
     skipped_layers, stored_settings = _read_layer_set(layer_set)
@@ -110,7 +110,7 @@ def custom_generate(
 
 @dataclass
 class DraftedOutput(GenerateDecoderOnlyOutput):
-    """transformers' output, with the draft tokens that were judged and the accepted ones of them."""
+    """transformers' output, with the numbers of judged and of accepted draft tokens."""
 
     drafted: int | None = None
     accepted: int | None = None
@@ -161,7 +161,7 @@ class CriteriaEnding(Ending):
         """See `Ending.crop`; the finish reason is "length" if no room is left, else "stop"."""
         assert self.prompt is not None and self.steps is not None
         is_library = all(type(criterion).__module__.startswith("transformers.") for criterion in self.criteria)
-        # The library's criteria run on the CPU: each value that they read from a GPU would wait for it.
+        # The library's criteria run on the CPU, because every value read from a GPU would wait for it.
         prompt = self.prompt.cpu() if is_library else self.prompt
         for n_new in range(1, len(new_ids) + 1):
             text_so_far = torch.tensor([[*generated, *new_ids[:n_new]]], device=prompt.device)
@@ -176,7 +176,8 @@ class CriteriaEnding(Ending):
 class _Shared:
     """State shared by calls on one model object: the runtime, costs of drafts, and learnt acceptance rates.
 
-    It lies in the object's `__dict__`, to be freed with the model, and counts for the weights that the model had.
+    It is stored in the object's `__dict__`, so that it is freed with the model, and is valid for the model's weights at
+    that time.
     """
 
     runtime: Runtime  # Holds quantised copies and captured passes; one call at a time.
@@ -218,7 +219,7 @@ def _build_runtime(model: Any) -> Runtime:
 
 
 def _model_fingerprint(model: Any) -> list[Any]:
-    """Return all that a runtime reads from a model: its modules, their hooks, and the addresses of their weights."""
+    """Return everything that a runtime reads from a model: its modules, their hooks, and the addresses of weights."""
     parts: list[Any] = []
     for module in model.modules():
         hooks = (*module._forward_hooks, *module._forward_pre_hooks, vars(module).get("forward"))
@@ -238,10 +239,10 @@ def _read_layer_set(source: LayerSet | LayerSetRecord | str | Path | None) -> tu
 
 
 def _pass_all_options() -> None:
-    """Let `generate` pass on to `custom_generate` what it drops for functions: tokenizer, streamer, assistant.
+    """Make `generate` pass `custom_generate` the options that it drops for functions: tokenizer, streamer, assistant.
 
-    It takes `tokenizer` out of its arguments and forgets it, so that `stop_strings` finds none, and `streamer` would
-    never end. No public way leads to either; where this private method is not there, all stays as transformers has it.
+    It removes `tokenizer` from its arguments, so `stop_strings` finds none, and `streamer` would never be ended. There
+    is no public interface for this; if the private method does not exist, transformers stays unchanged.
     """
     extract_options = getattr(GenerationMixin, "_extract_generation_mode_kwargs", None)
     names = ["self", "custom_generate", "kwargs", "synced_gpus", "assistant_model", "streamer"]

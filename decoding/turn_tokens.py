@@ -1,4 +1,4 @@
-"""The special tokens of a chat's answer: those that end its turn, and those that stay in its text for the parsers."""
+"""The special tokens of a chat's answer: those that end its turn, and those kept in its text for the parsers."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ def template_text(tokenizer: Any) -> str:
 
 
 def turn_end_ids(tokenizer: Any) -> frozenset[int]:
-    """Return the special tokens that end an answer: the one that the template writes after it, and its form's.
+    """Return the special tokens that end an answer: the one that the template writes after it, and those of its form.
 
-    A generation config may lack them, and then names only the end of a text.
+    A generation config may lack them and name only the end-of-text token.
     """
     template = template_text(tokenizer)
     if not template:
@@ -44,7 +44,7 @@ def _find_turn_ends(tokenizer: Any, template: str) -> Iterator[int]:
 
 
 def _text_behind_answer(tokenizer: Any) -> str:
-    """Return what the template writes between an answer and the next message's text; "" where it refuses the chat."""
+    """Return the template's text between an answer and the next message; "" if it refuses the chat."""
     roles = {"user": "Qz0zQ", "assistant": _ANSWER}
     messages = [*({"role": role, "content": text} for role, text in roles.items()), {"role": "user", "content": _NEXT}]
     chat = Chat(tokenizer, messages, {"add_generation_prompt": False})
@@ -57,9 +57,9 @@ def _text_behind_answer(tokenizer: Any) -> str:
 
 
 def hidden_ids(tokenizer: Any, shown_marks: str, stop_token_ids: Iterable[int]) -> frozenset[int] | None:
-    """Return the special tokens that a completion's text leaves out; None: all, for none of them is in `shown_marks`.
+    """Return the special tokens omitted from a completion's text; None: all, because none is in `shown_marks`.
 
-    Stop tokens are left out in any case.
+    Stop tokens are always omitted.
     """
     special = dict(_special_tokens(tokenizer))
     shown = {token_id for token_id, token in special.items() if token.content in shown_marks} - {*stop_token_ids}

@@ -1,13 +1,13 @@
 """The verifiers: which tokens of a draft are accepted, given the target's logits for it.
 
-`TargetWalk` is exact for every draft made without chance: a token is drawn from the target (greedy: its argmax); if the
-draft offered it, follow it; if not, emit *that same token* and stop. The tree must not depend on the draws: it may be
-pruned by confidence, and the token that stopped the drafting stays in it (Leviathan et al., arXiv:2211.17192, with a
-one-hot draft distribution).
+`TargetWalk` is exact for every deterministic draft: a token is drawn from the target (greedy: its argmax); if the
+draft offered it, the walk follows it; if not, it emits *that same token* and stops. The tree must not depend on the
+draws: it may be pruned by confidence, and the token that stopped the drafting stays in it (Leviathan et al.,
+arXiv:2211.17192, with a one-hot draft distribution).
 
-`ChainRatio`, `BlockRatio` and `SeveralRatio` are exact for drafts that were *sampled*: they weigh the target's
-distribution against the draft's, both after temperature, top-k, top-p and penalties. A refused token is made up for by
-a draw from what the target has left. Nodes without an `Offer`, and all nodes of a greedy request, take the step above.
+`ChainRatio`, `BlockRatio` and `SeveralRatio` are exact for *sampled* drafts: they compare the target's distribution
+with the draft's, both after temperature, top-k, top-p and penalties. A rejected token is replaced by a draw from the
+residual of the target's distribution. Nodes without an `Offer`, and all nodes of a greedy request, use the step above.
 
 A node without logits of the target ends every walk.
 """
@@ -39,15 +39,14 @@ SeveralRule = Literal["with", "without"]
 
 
 class Target:
-    """The target's logits for a draft, what is read of them, and a verifier's random draws, in order of the tokens.
+    """The target's logits for a draft, the numbers read from them, and a verifier's random draws, in token order.
 
-    All that a round reads of its device is read here. Where the request `reads_late`, or its draft is on the device
-    still, everything that the verifier may ask for is computed there and moved in one transfer; else argmaxes are, and
-    the rest is computed as it is asked for.
+    All device reads of a round happen here. If the request `reads_late`, or its draft is still on the device,
+    everything that the verifier may need is computed there and moved in one transfer. Otherwise only the argmaxes are,
+    and the rest is computed on demand.
 
-    Nodes 0 … `n_checked` - 1 have logits; `greedy` says that a token is the argmax. `argmaxes` are those of all rows,
-    where tokens are argmaxes or the draft wants them. `accepted` are the tokens between the root and a node, the node's
-    own included (`above`).
+    Nodes 0 … `n_checked` - 1 have logits; `greedy`: tokens are argmaxes. `argmaxes` are those of all rows, if tokens
+    are argmaxes or the draft needs them. `accepted` are the tokens from below the root to a node, inclusive (`above`).
     """
 
     def __init__(self, context: Context, draft: Draft, verifier: Verifier) -> None:
@@ -158,7 +157,7 @@ class Target:
 
     @cached_property
     def _tokens(self) -> Drafted:
-        """The tokens of all nodes of the draft, or anything for a rule that reads none."""
+        """The tokens of all nodes of the draft; arbitrary values if the rule does not read them."""
         draft = self._draft
         if draft.unread is None or not self.rule.reads_text:
             return draft.tree.token_ids
@@ -187,9 +186,9 @@ class Target:
         return self._logits[:n].double().softmax(dim=-1)
 
     def peek(self, probs: Tensor, nodes: Sequence[int]) -> Tensor:
-        """Return the token drawn after each of `nodes`, of `probs` (nodes, vocab): int64 (nodes, 1), on the device.
+        """Return a token drawn after each of `nodes` from `probs` (nodes, vocab): int64 (nodes, 1), on the device.
 
-        A walk commits one of them at most, by `draw`.
+        A walk commits at most one of them, by `draw`.
         """
         drawn_tokens = self.rule.peek(probs)
         self._drawn.update(zip(nodes, drawn_tokens, strict=True))
@@ -214,7 +213,7 @@ class Target:
     def _logprobs_of_all(self, lossy: bool, nodes: Sequence[int], target_ids: Tensor | None) -> list[Tensor]:
         """Return `logprobs_of` every node and the tokens that may follow it, if requested and already known.
 
-        A token that is offered may be where it is weighed, or by a lossy verifier, and else as the target's own.
+        An offered token may follow if it is weighed or the verifier is lossy, otherwise only as the target's own token.
 
         Args: target_ids: the target's tokens after `nodes`, int64 (nodes or more,).
         """
@@ -251,7 +250,7 @@ def walk(
 
     Args:    choose: (node, tokens accepted so far) -> the target's token after that node; called once per visited
              node, in order, so that a seeded draw is spent on each emitted token and on no other.
-             n_checked: nodes from here on have no logits: the walk ends when it reaches one.
+             n_checked: nodes from this one on have no logits; the walk ends when it reaches one.
     """
     path, token_ids = start.path, start.token_ids
     node = path[-1] if path else 0
@@ -296,11 +295,11 @@ class TargetWalk(Verifier):
 
 
 class SeveralRatio(Verifier):
-    """Several sampled children per node; every draw of an `Offer` is a try, repeats included.
+    """Several sampled children per node; every draw of an `Offer` is a try, including repeats.
 
     `rule`: "with" for independent draws, tried one after another (SpecInfer, arXiv:2305.09781); "without" for draws
-    that exclude each other (MCSS, arXiv:2401.06706). A token that the target draws from its residual is followed if it
-    is a child too: what hangs below a child does not depend on why it was reached. `tries` weighs the draws of nodes.
+    without replacement (MCSS, arXiv:2401.06706). A token drawn from the target's residual is followed if it is also a
+    child, because the subtree of a child does not depend on why it was reached. `tries` weighs the draws of nodes.
     """
 
     weighs_offers = True
@@ -314,9 +313,9 @@ class SeveralRatio(Verifier):
         return [list(nodes) for _, nodes in nodes_by_tries]
 
     def weigh(self, draft: Draft, target: Target, nodes: Sequence[int]) -> Iterator[Tensor]:
-        """Yield the chance of each try at nodes with equally many tries, then the token drawn if all tries fail.
+        """Yield the acceptance probability of each try (all nodes have the same number), then the token if all fail.
 
-        A walk draws once at most: what was refused has no probability left.
+        A walk draws at most once, because rejected tokens have no remaining probability.
         """
         import torch
 
@@ -373,9 +372,10 @@ class BlockRatio(ChainRatio):
         return [nodes for nodes in (list(range(n_sampled)), *nodes_behind) if nodes]
 
     def weigh(self, draft: Draft, target: Target, nodes: Sequence[int]) -> Iterator[Tensor]:
-        """Yield the chance of the block that ends with the token after each node, as the whole chain.
+        """Yield for each node the acceptance probability of the block up to the token after it, as the whole chain.
 
-        Then that of the block which ends at the node, after a longer one was refused, and what is drawn after it.
+        Then the probability of the block that ends at the node, after a longer one was rejected, and the token drawn
+        after it.
         """
         import torch
 
@@ -438,7 +438,7 @@ def _sampled_chain_length(draft: Draft, target: Target) -> int:
 
 
 def residual(target_probs: Tensor, draft_probs: Tensor) -> Tensor:
-    """Return max(0, target - draft), normalised, (…, vocab); the target's distribution where all of it is 0."""
+    """Return max(0, target - draft), normalised, (…, vocab); the target's distribution if all of it is 0."""
     residual_mass, residual_total = _unnormalised_residual(target_probs, draft_probs)
     return (residual_mass / residual_total).where(residual_total > 0.0, target_probs)
 
@@ -452,10 +452,10 @@ def _unnormalised_residual(target_probs: Tensor, draft_probs: Tensor) -> tuple[T
 def _weigh_one_by_one(
     tokens: Tensor, draft_probs: Tensor, target_probs: Tensor, is_replaced: bool, tried_mask: Tensor | None
 ) -> Generator[Tensor, None, Tensor]:
-    """Yield the chance (n, 1) of each try of `tokens` (n, tries); return the distribution to draw from if all fail.
+    """Yield the probability (n, 1) of each try of `tokens` (n, tries); return the distribution if all tries fail.
 
-    Each chance holds if all tries before it were refused. All distributions, also the returned one, are (n, vocab).
-    Tries that `tried_mask`, bool (n, tries), leaves out, and draws of probability 0 have chance 0 and change nothing.
+    Each probability is conditional on the rejection of all tries before it. All distributions are (n, vocab). Tries
+    excluded by `tried_mask`, bool (n, tries), and draws of probability 0 have probability 0 and change nothing.
     """
     for index, token in enumerate(tokens[..., None].unbind(dim=1)):
         is_tried = None if tried_mask is None else tried_mask[:, index, None]
@@ -469,7 +469,7 @@ def _weigh_one_by_one(
 
 
 def acceptance_chance(wanted_probs: Tensor, draft_probs: Tensor, token: Tensor) -> Tensor:
-    """Return the chance (n, 1), at most 1, with which to accept `token`.
+    """Return the probability (n, 1), at most 1, with which to accept `token`.
 
     Accepted tokens then have probabilities `wanted_probs` (n, vocab), as far as `draft_probs` allows.
     """

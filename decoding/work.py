@@ -1,9 +1,9 @@
 """Types of the generators that an engine runs: what they yield and receive.
 
-Such a generator yields a `Demand` and is sent its `Answer`: of a `Pass` the logits, of `Slots` a buffer. What else it
-yields is an event, a `WorkEvent`: whoever runs it gets it before the generator goes on, so that the state can be read
-or saved between any two events; then its subscribers do (`subscribed`), which may demand passes and report events of
-their own.
+Such a generator yields a `Demand` and is sent its `Answer`: the logits of a `Pass`, or a buffer for `Slots`. Everything
+else that it yields is an event, a `WorkEvent`. The caller receives it before the generator continues, so the state can
+be read or saved between any two events. Then its subscribers receive it (`subscribed`), which may demand passes and
+report events themselves.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ E = TypeVar("E")
 class ReadPass:
     """Demand for a pass whose argmaxes are read at once, together with other numbers still on its device.
 
-    The answer is the logits, and the most probable token of each of their rows, the first of several, with the numbers
-    of `unread` after these. What all passes that run together ask for is moved from the device in one transfer.
+    The answer contains the logits, and the most probable token of each row (the first of equal ones), followed by the
+    numbers of `unread`. Numbers of all passes that run together are moved from the device in one transfer.
     """
 
     pass_: Pass
@@ -55,13 +55,12 @@ class ReadLogits(NamedTuple):
 class Slots:
     """Demand for a buffer of `capacity` slots, for a text that begins with `token_ids`.
 
-    The answer is a `Granted` buffer. Where memory is bounded it has `first` slots; when they are full, the text frees
-    them and asks for more. The text's passes write only after what it has read. Only texts of one `salt` share any.
-    `draft_slot_bytes` are those of drafting for each slot. The buffer has up to `spare` slots more, for passes that
-    the text does without where memory is short. `state` is the mean state of what is read of the text's prompt, for
-    others that go on from it; None: not known. Recurrent layers need to know `rows`, the most that a pass has after
-    committed text, and `lag`, the committed slots that rows of a search may leave unread. Drafts read slots as
-    `coding` says.
+    The answer is a `Granted` buffer. If memory is bounded it has `first` slots; when they are full, the text frees
+    them and demands more. The text's passes write only after its read part. Only texts with the same `salt` share
+    slots. `draft_slot_bytes` is the memory for drafting per slot. The buffer has up to `spare` additional slots, for
+    passes that are skipped if memory is short. `state` is the mean state of the prompt read so far, for texts that
+    continue from it; None: unknown. Recurrent layers need `rows`, the maximum rows of a pass after committed text, and
+    `lag`, the number of committed slots that rows of a search may leave unread. `coding` defines how drafts read slots.
     """
 
     runtime: Runtime
@@ -99,7 +98,7 @@ class Slots:
 class Granted(NamedTuple):
     """Answer to `Slots`: a buffer whose first `n_read` slots already hold the text's keys and values.
 
-    They are fewer than its tokens, and of a text of that `state`. `load` is the engine's.
+    `n_read` is smaller than the number of tokens; `state` is that of the text that was read. `load` is the engine's.
     """
 
     buffer: KVBuffer
@@ -136,7 +135,7 @@ def exhaust(events: Generator[E, None, T], on_event: Callable[[E], None] = lambd
 def subscribed(work: Work[T], subscriber: Subscriber) -> Work[T]:
     """Run a generator, and pass each event to `subscriber` after the caller has received it.
 
-    What the subscriber demands and reports comes then, before the generator goes on.
+    The subscriber's demands and events follow the event, before the generator continues.
     """
     with closing(work):
         answer: Answer = None

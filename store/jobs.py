@@ -70,17 +70,17 @@ def events(session: Session, job: str, after: int = 0, limit: int = 1000) -> lis
 
 
 def newest_events(session: Session, job: str, limit: int, type: str | None = None) -> list[JobEvent]:
-    """Return what the job reported last, the newest first; `type`: only events of that name."""
+    """Return the job's latest events, the newest first; `type`: only events of that name."""
     query = select(EventRow).where(EventRow.job_id == job).order_by(EventRow.id.desc()).limit(limit)
     rows = session.scalars(query if type is None else query.where(EventRow.type == type))
     return [to_record(JobEvent, row) for row in rows]
 
 
 class JobStanding(NamedTuple):
-    """What a job's row says of its attempts beyond `Job`; seconds from now, by the database's clock.
+    """State of a job's attempts beyond `Job`; in seconds from now, by the database's clock.
 
-    `lease_s`: until the lease runs out; `due_s`: until the attempt may be taken (negative: so long ago).
-    `n_checkpoints` are those of all attempts.
+    `lease_s`: until the lease expires; `due_s`: until the attempt may be taken (negative: it has been due that long).
+    `n_checkpoints` counts those of all attempts.
     """
 
     lease_s: float | None
@@ -216,7 +216,7 @@ def _to_job(row: JobRow, n_outputs: int, sets: Sequence[LayerSetRecord], plans: 
 
 
 def check(row: JobRow, snapshot: object = None) -> None:
-    """Raises: StoreError: as `reading`: the job cannot go on, from that snapshot where there is one."""
+    """Raises: StoreError: as in `reading`: the job cannot continue, from that snapshot if there is one."""
     with reading(JobRow, row.id):
         if row.kind not in KINDS or row.state not in STATES:
             raise ValueError(f"its kind is {row.kind!r} and its state {row.state!r}")
@@ -271,7 +271,7 @@ def renew(
 ) -> Wanted | None:
     """Renew the attempt's lease, and return what the job is asked to do.
 
-    `events` that bring nothing to go on from, such as the loading of a model, are added; others see `progress`.
+    Adds `events` that need no checkpoint, such as the loading of a model, and publishes `progress`.
     """
     verb_now = _hold(session, lease_s, lease, progress)
     for event in events:
@@ -295,8 +295,8 @@ def checkpoint(
 ) -> Wanted | None:
     """Renew the lease and store events, their trials and completions, and the snapshot, in one transaction.
 
-    `number` counts the job's checkpoints with this one. One that was written before changes nothing: a client whose
-    connection breaks in a commit does not know whether it was written, and tries again.
+    `number` counts the job's checkpoints including this one. Repeating a checkpoint changes nothing: a client whose
+    connection breaks during a commit cannot know whether it was written, and retries.
     """
     row = _attempt_row(session, lease, locked=True)
     if row.n_checkpoints >= number:
@@ -320,9 +320,9 @@ def finish_task(
     promotion: Promotion,
     snapshot: Mapping[str, Any] | None,
 ) -> TaskFinished:
-    """Store a task's layer set, its event and the snapshot to go on from: all or nothing, and once.
+    """Store a task's layer set, its event and the snapshot to resume from, atomically and once.
 
-    `promotion` says whether lookups find the set from now on.
+    `promotion`: whether lookups find the set from now on.
 
     Raises: LayerSetError: the model has another number of layers.
     """
@@ -383,7 +383,7 @@ def _store_event(session: Session, job: str, model: str, event: Event) -> list[C
 
 
 class Count(NamedTuple):
-    """One counter's value; `label` is what it is split by."""
+    """One counter's value; `label` is the value by which it is split."""
 
     name: str
     model: str = ""

@@ -1,11 +1,10 @@
 """The schema of a database, and the steps that migrate an older one; one of a newer swiftopt is refused.
 
-A schema is named after the release that first writes it, and so is the step that leads to it; one that changed before
-that release has a number after it. A new database is made from `tables` alone. Once a later release changes a table, a
-step spells out what it adds, since `tables` will change again; tests then hold every older database, brought here,
-against a new one.
+A schema is named after the release that first writes it, and so is the migration step that creates it; changes before
+that release add a number. A new database is created from `tables` alone. If a later release changes a table, a step
+spells out the change, because `tables` will change again; tests compare every migrated older database with a new one.
 
-Raises, in what opens a database: SchemaTooNew: a newer swiftopt has written it. StoreError: it cannot be opened.
+Functions that open a database raise SchemaTooNew if a newer swiftopt wrote it, and StoreError if it cannot be opened.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ FIRST = "0.1.0"
 def _add_what_fleets_need(op: Operations) -> None:
     """Add the trials of served models, usage by day, and indexes for the polls of many replicas.
 
-    Databases made in the last days of the schema 0.1.0 have the tables of trials already.
+    Some databases of the schema 0.1.0 already have the tables of trials.
     """
     op.create_table(
         "swiftopt_served_searches",
@@ -92,19 +91,19 @@ def _add_what_fleets_need(op: Operations) -> None:
 
 
 def _add_experts(op: Operations) -> None:
-    """Layer sets may take fewer experts, and cost profiles say what experts cost."""
+    """Add the number of experts to layer sets, and the costs of experts to cost profiles."""
     for table in ("swiftopt_layer_sets", "swiftopt_trials", "swiftopt_served_trials"):
         op.add_column(table, Column("experts", JSON, nullable=False, server_default="{}"))
     op.add_column("swiftopt_cost_profiles", Column("experts", JSON, nullable=True))
 
 
 def _add_absent(op: Operations) -> None:
-    """Cost profiles say which sub-layers a model's layers do not have."""
+    """Add to cost profiles the sub-layers that a model's layers do not have."""
     op.add_column("swiftopt_cost_profiles", Column("absent", JSON, nullable=True))
 
 
 def _add_absent_to_layer_sets(op: Operations) -> None:
-    """Layer sets name the sub-layers that their model's layers do not have, which no count includes."""
+    """Add to layer sets the sub-layers that their model's layers do not have, which counts exclude."""
     op.add_column("swiftopt_layer_sets", Column("absent", JSON, nullable=False, server_default="[]"))
 
 

@@ -1,4 +1,4 @@
-"""Versions of plans as lists show them: with every name of their model, and what they are the best of."""
+"""Versions of plans for lists: with all names of their model, and where they are the best."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .tables import MoveRow, PlanRow, found_plan
 def plan_versions(session: Session, model: str | None = None, task: str | None = None) -> list[PlanVersion]:
     """Return the versions of a model (name or fingerprint), a task, both or all, newest first.
 
-    Left out are rows that cannot be read, and models that nothing finds any more.
+    Unreadable rows, and models without a name, are left out.
     """
     return _versions_shown(session, newest(session, PlanRow, model, task), newest(session, MoveRow, model, task))
 

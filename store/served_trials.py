@@ -12,8 +12,8 @@ from ..core.types import Trial
 from .results import StoredSearch, Tried, trial_columns
 from .tables import ServedSearchRow, ServedTrialRow, to_row
 
-MOST_SEARCHES = 8  # Searches that are kept of a model's task, the newest.
-MOST_TRIALS = 10_000  # Trials that are kept of a search, the newest.
+MOST_SEARCHES = 8  # Number of newest searches kept per task of a model.
+MOST_TRIALS = 10_000  # Number of newest trials kept per search.
 STATE = "served"  # The state of these searches; jobs have others.
 
 
@@ -29,7 +29,7 @@ class ServedSearch:
 
 
 def add_served_trials(session: Session, search: ServedSearch, trials: Sequence[Trial]) -> None:
-    """Store a search's newest trials, those that are stored already left out; the oldest make way."""
+    """Store those of a search's newest trials that are not stored yet; the oldest are removed."""
     if session.get(ServedSearchRow, search.id) is None:
         session.add(to_row(ServedSearchRow, search))
         session.flush()

@@ -85,7 +85,7 @@ class Jobs(Transactions):
     _expire = writes(transitions.expire)
 
     def expire(self) -> list[transitions.LostAttempt]:
-        """End every attempt whose lease ran out: its job is queued again, or has failed."""
+        """End every attempt whose lease expired: its job is queued again, or fails."""
         return [lost_attempt for lease, worker in self._expired() if (lost_attempt := self._expire(lease, worker))]
 
     # Methods for a worker that runs an attempt.
@@ -117,13 +117,13 @@ class Store(Transactions):
         return cls(connect_at_head(url), url)
 
     def schema(self) -> SchemaState:
-        """Return the database's schema, read over a connection that is open already."""
+        """Return the database's schema, read over an open connection."""
         return self.read(lambda session: SchemaState(without_password(self.url), revision(session.connection())))
 
     def check_writable(self) -> None:
         """Check that the database can be written, with a write large enough to make its file grow.
 
-        Raises: StoreError: it takes no writes.
+        Raises: StoreError: it cannot be written.
         """
         for owner in ("x" * PROBE_BYTES, "nobody"):
             self.jobs.lock("probe", owner, 0.0)

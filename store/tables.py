@@ -1,7 +1,7 @@
 """The database tables, and the conversion of core's records to rows and back by field names; rows stay in the store.
 
-Every table starts with `swiftopt_`, so that a database may be shared (Optuna has a table `trials`, too). A field that
-has a column of its name needs no line after the tables.
+Every table name starts with `swiftopt_`, so that a database can be shared (Optuna also has a table `trials`). A field
+with a column of the same name needs no conversion code.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class ModelRow(Base):
 
 
 class NameRow(Base):
-    """An alias, hub id or path, and the model that it means now."""
+    """An alias, hub id or path, and the model to which it refers now."""
 
     __tablename__ = "swiftopt_model_names"
 
@@ -88,11 +88,11 @@ class StreamRow(Base):
 
 
 class JobRow(Base):
-    """A job; `queue` null: it runs in the process that began it. `lease_until` and `due_at` are seconds since 1970 by
+    """A job; `queue` null: it runs in the process that started it. `lease_until` and `due_at` are seconds since 1970 by
     the database's clock, so that clocks of workers may differ.
 
-    `n_checkpoints_before` is what `n_checkpoints` was when the attempt began; `n_fruitless` counts the latest attempts
-    that ended without adding one.
+    `n_checkpoints_before` is the value of `n_checkpoints` at the start of the attempt; `n_fruitless` counts the latest
+    consecutive attempts without a new checkpoint.
     """
 
     __tablename__ = "swiftopt_jobs"
@@ -174,7 +174,7 @@ class CounterRow(Base):
 
 
 class UsageRow(Base):
-    """What the requests of an API key to a model came to on a day (UTC), on all servers; `key` is "" without keys."""
+    """Usage of a model by an API key on one day (UTC), summed over all servers; `key` is "" without keys."""
 
     __tablename__ = "swiftopt_usage"
 
@@ -278,7 +278,7 @@ class WeightsRow(Base):
 
 
 class PlanRow(OfTask, Measured, Base):
-    """An immutable version of how to decode for a model and task; a layer set and the plan made with it share one."""
+    """An immutable version of a plan for a model and task; a layer set and the plan stored with it share a version."""
 
     __tablename__ = "swiftopt_plans"
     __table_args__ = (UniqueConstraint("model_id", "task", "version"),)
@@ -296,7 +296,7 @@ class PlanRow(OfTask, Measured, Base):
 
 
 class MoveRow(OfTask, Base):
-    """An alias now means a plan, for one device and dtype. Rows are only added; a rollback is one with `undoes_id`."""
+    """A move of an alias to a plan, for one device and dtype. Rows are only added; a rollback has an `undoes_id`."""
 
     __tablename__ = "swiftopt_alias_moves"
     __table_args__ = (
@@ -328,9 +328,9 @@ class ComparisonRow(OfTask, Base):
 
 
 class CostProfileRow(Base):
-    """Measured seconds of a model's parts; `pass_s` has its widths as text, as JSON wants it.
+    """Measured seconds of a model's parts; `pass_s` has its widths as text, because JSON keys are texts.
 
-    `formats`: per weight format that was measured what a draft's parts cost in it.
+    `formats`: costs of a draft's parts, by measured weight format.
     """
 
     __tablename__ = "swiftopt_cost_profiles"
@@ -357,7 +357,7 @@ class CostProfileRow(Base):
 
 
 class TrialColumns:
-    """What the tables of trials share: one scored candidate."""
+    """Common columns of the tables of trials: one scored candidate."""
 
     id: Mapped[int] = mapped_column(primary_key=True)
     step: Mapped[int]
@@ -415,7 +415,7 @@ Record = TypeVar("Record")
 
 
 def to_row(table: type[Row], record: Any, **overrides: Any) -> Row:
-    """Return a new row with those fields of the record, and of its layer set, that the table has; `overrides` win."""
+    """Return a new row with the fields of the record and its layer set that are columns; `overrides` win."""
     values = {column.name: getattr(record, column.name) for column in fields(record)}
     if isinstance(layer_set := values.get("layer_set"), LayerSet):
         values |= {"n_layers": layer_set.n_layers, "quantised": dict(layer_set.formats)}
@@ -441,9 +441,9 @@ def reading(table: type[Base], key: object) -> Iterator[None]:
 
 
 def to_record(kind: type[Record], row: Any, **further_fields: Any) -> Record:
-    """Return the record whose fields are the row's columns; `further_fields` are the fields that are no columns.
+    """Return the record whose fields are the row's columns; `further_fields` are fields without a column.
 
-    Raises: StoreError: as `reading`.
+    Raises: StoreError: as in `reading`.
     """
     with reading(type(row), row.id):
         if isinstance(row, LayerSetRow | TrialColumns):
@@ -457,7 +457,7 @@ def to_record(kind: type[Record], row: Any, **further_fields: Any) -> Record:
 
 
 def mapping(column: object) -> Mapping[str, Any]:
-    """Return the object of a JSON column; an empty one where the row was changed by hand and holds none."""
+    """Return the object of a JSON column; an empty one if the row was edited by hand and has none."""
     return column if isinstance(column, Mapping) else {}
 
 

@@ -16,7 +16,7 @@ from ..store import Jobs
 
 
 def model_of(request: TuneRequest) -> tuple[Any, ...]:
-    """Return what identifies a request's model; where it is a path, also the time of its newest file."""
+    """Return the identity of a request's model; for a path, it includes the time of the newest file."""
     path, newest_ns, resolved_path = Path(request.model), 0, request.model
     with suppress(OSError):
         # Ignore unreadable files here: loading the model reports them.

@@ -81,12 +81,12 @@ class JobWorker(Worker):
         self.ip_address = "unknown"  # Skip rq's CLIENT command: Redis may be unreachable or forbid it.
 
     def subscribe(self) -> None:
-        """Do nothing: whoever can write to Redis could kill jobs with rq's commands."""
+        """Do nothing, because anyone who can write to Redis could kill jobs with rq's commands."""
 
     unsubscribe = subscribe
 
     def check_for_suspension(self, burst: bool) -> None:
-        """Do nothing: suspension would come from Redis as well."""
+        """Do nothing, because suspension would also come from Redis."""
 
     def register_birth(self) -> None:
         # Delete the record of a killed worker with the same name, which would make rq refuse this one.
@@ -130,7 +130,7 @@ class JobWorker(Worker):
 
     def setup_work_horse_signals(self) -> None:
         """Set up the child: end with the parent, listen for SIGTERM, leave Ctrl-C to the parent."""
-        die_with(self._pid)  # Elsewhere than on Linux the child ends when its lease is lost.
+        die_with(self._pid)  # Effective on Linux only; on other systems the child ends when its lease is lost.
         signal.signal(signal.SIGTERM, lambda *_: self._sigterm.set())
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, END_SIGNALS)
@@ -194,7 +194,7 @@ class JobWorker(Worker):
 
 
 def run_worker(context: WorkerContext, burst: bool = False) -> None:
-    """Run jobs until SIGTERM or Ctrl-C, or with `burst` until the queue is empty; outages of Redis are waited out.
+    """Run jobs until SIGTERM or Ctrl-C, or with `burst` until the queue is empty; waits during outages of Redis.
 
     Raises: StoreError, ServiceUnreachable: the database or Redis does not answer at the start.
     """

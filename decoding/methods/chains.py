@@ -1,6 +1,7 @@
 """Drafting token by token with one model: a chain that grows until a stop rule ends it.
 
-SWIFT drafts with the target without some sub-layers; speculative decoding with a smaller model, or else likewise.
+SWIFT drafts with the target without some sub-layers; speculative decoding drafts with a smaller model, or like SWIFT if
+there is none.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ def _swift(resources: Resources, settings: SwiftSettings) -> tuple[Drafter, Veri
 def swift(draft: LayerSet | SkippedTarget, settings: SwiftSettings) -> Method:
     """Build SWIFT: the target without some sub-layers drafts, stopped early, each position with its top candidates.
 
-    Args:   draft: the layer set, or what holds it while a search changes it.
+    Args:   draft: the layer set, or the object that holds it while a search changes it.
     Source: SWIFT 4.2, Eq. 5.
     """
     from ..draft_models import SkippedTarget
@@ -66,12 +67,12 @@ def _spd(resources: Resources, settings: SpdSettings) -> tuple[Drafter, Verifier
 
 @dataclass(slots=True, eq=False)
 class StopRule:
-    """A draft ends after `max_draft_length` steps, or where the confidence falls below `threshold` (None: never).
+    """Ends a draft after `max_draft_length` steps, or when the confidence falls below `threshold` (None: never).
 
-    The confidence of a step is the draft's probability of its token (its largest one without `keeps_last`), or what
-    `probe` says of the state it was read from. The token that ends a draft stays in it, unless `keeps_last` is off (the
-    target then decides the unsure position), which is exact for drafts made without chance only. Each request has a
-    copy, which may adapt.
+    The confidence of a step is the draft's probability of its token (the largest probability without `keeps_last`), or
+    the prediction of `probe` for the state behind the token. The token that ends a draft stays in it. With `keeps_last`
+    off, the target decides the unsure position instead, which is exact only for deterministic drafts. Each request has
+    a copy, which may adapt.
     """
 
     max_draft_length: int
@@ -85,7 +86,7 @@ class StopRule:
     def unsure(self, confidence: float, hidden: Tensor | None) -> bool:
         """Return whether the step just drafted falls below the threshold.
 
-        Args: hidden: what it was read from, where a probe has not given the confidence already.
+        Args: hidden: the state behind the step, if a probe has not already given the confidence.
         """
         if self.threshold is None:
             return False
@@ -104,10 +105,10 @@ class StopRule:
 class ChainDrafter(Drafter):
     """A chain from `model`, ended by `stop`; with `branching`, side leaves where the draft is less sure (SWIFT 4.2).
 
-    `sampled` draws the chain's tokens from the draft's distribution where the request samples, for a verifier that
-    weighs the two distributions; otherwise each token is the draft's most probable one, of scores with the noise of the
-    target's draws where the request samples. Side leaves are drawn with the chain's token, each from what is left of
-    the distribution (SWIFT 4.2, multi-candidate speculative sampling), as many as `drawn_branching` says.
+    With `sampled`, and if the request samples, the chain's tokens are drawn from the draft's distribution, for a
+    verifier that weighs the two distributions. Otherwise each token is the draft's most probable one; if the request
+    samples, the scores include the noise of the target's draws. Sampled side leaves are drawn together with the chain's
+    token, without replacement (SWIFT 4.2, multi-candidate speculative sampling), as many as `drawn_branching` says.
     """
 
     model: DraftModel
@@ -158,8 +159,8 @@ class ChainDrafter(Drafter):
     def _draft_ahead(self, max_steps: int) -> PassGenerator[Draft]:
         """Draft on a device: read each step while the next one runs.
 
-        DEVIATION: the draft ends one step after the unsure one, with which SWIFT's ends: to drop that step would cost
-        a draft pass a round (docs/gpu.md).
+        DEVIATION: the draft ends one step after the unsure one, at which SWIFT's ends: dropping that step would cost
+        a draft pass per round (docs/gpu.md).
         """
         stop, branching, is_unsure = self.stop, self.branching, False
 
@@ -181,7 +182,7 @@ class ChainDrafter(Drafter):
     def _choose_candidates(
         self, drafted: Sequence[int], logits: Tensor
     ) -> tuple[tuple[int, ...], float, Tensor | None]:
-        """Return the tokens offered at this step, the first one's probability, and what it was drawn from if it was."""
+        """Return the tokens offered at this step, the first one's probability, and its distribution if it was drawn."""
         rule, branching = self.context.rule, self.branching
         if not self.draws:
             scores = self.context.noisy_scores(drafted, logits)

@@ -1,7 +1,7 @@
-"""Prompt lookup: where the text's end occurred before, what followed it there is the draft (`text_matches`).
+"""Prompt lookup: if the text's end occurred before, the draft is what followed it there (`text_matches`).
 
-It is a function of committed tokens and depends on no draw of the round that checks it: `TargetWalk` is exact at every
-temperature.
+The draft is a function of committed tokens and independent of the draws of the round that verifies it, so `TargetWalk`
+is exact at every temperature.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ def _lookup(resources: Resources, settings: LookupSettings) -> tuple[Drafter, Ve
 class LookupDrafter(Drafter):
     """What followed the longest earlier occurrence of the text's end, if at least `min_match` tokens match.
 
-    The draft ends where the chance that all of it is accepted falls below `MIN_CHANCE`. The cost of a round does not
-    grow with the context.
+    The draft ends where the probability that all of it is accepted falls below `MIN_CHANCE`. The cost of a round does
+    not grow with the context.
     """
 
     def __init__(self, settings: LookupSettings) -> None:
