@@ -48,7 +48,7 @@ class MtpLayer(DraftModel):
     def start(self) -> None:
         self._buffer: KVBuffer | None = None
         self._first = 0  # Position of the buffer's first slot.
-        self._state: Tensor  # What the layer gave for the newest node, (1, hidden_size), after its norm.
+        self._state: Tensor  # What the layer gave for the newest node, (1, hidden_size), before its norm.
 
     @property
     def buffer(self) -> KVBuffer:
@@ -76,10 +76,11 @@ class MtpLayer(DraftModel):
         if is_root:
             token_ids, states, position = yield from self._catch_up()
         else:
-            states, position = self._state, self.context.root_slot + len(self.parents) - 2
+            # Normed here and not below: no row reads the state of a draft's last token.
+            states, position = self.layer.normed(self._state), self.context.root_slot + len(self.parents) - 2
         pass_, out = self.layer.pass_over(token_ids, states, self.buffer, position - self._first, self.name)
         logits = yield pass_
-        self._state = self.layer.normed(out[0][-1:])
+        self._state = out[0][-1:]
         return logits
 
     def _catch_up(self) -> PassGenerator[tuple[Sequence[int], Tensor, int]]:

@@ -184,6 +184,10 @@ class ChainDrafter(Drafter):
     ) -> tuple[tuple[int, ...], float, Tensor | None]:
         """Return the tokens offered at this step, the first one's probability, and its distribution if it was drawn."""
         rule, branching = self.context.rule, self.branching
+        if branching is None and rule.is_argmax:
+            # One kernel call, where scores would be a float32 copy and four of torch's operations.
+            ((token_id, confidence),) = self.context.confidences(logits[None])
+            return (token_id,), confidence, None
         if not self.draws:
             scores = self.context.noisy_scores(drafted, logits)
             token_id, confidence = rule.confidence(scores)
