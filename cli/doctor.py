@@ -51,7 +51,7 @@ class Check:
 
 
 @commands.command(short_help="Check versions, devices, memory and database.")
-@click.option("--model", type=value_types.MODEL, help="Check that this model can be found as well.")
+@click.option("--model", type=value_types.MODEL, help="Also check that this model can be found.")
 @options.db
 @options.redis
 @options.server
@@ -59,10 +59,10 @@ class Check:
 @options.json
 @commands.example("doctor --model smollm2-135m")
 def doctor(model: str | None, db: str | None, redis: str | None, server: str | None, queue: str) -> Result:
-    """Check this machine and what it is set to use; ends with 1 if something fails.
+    """Check this machine and the configured services; exits with 1 if a check fails.
 
-    Versions, devices, memory, cache, the database with its schema, clock and measured costs; and where they are named,
-    Redis with how it keeps its data, the workers of the queue, and the server. Nothing is changed.
+    Checked are versions, devices, memory, cache, and the database with its schema, clock and measured costs; if they
+    are configured, also Redis with its persistence, the workers of the queue, and the server. Nothing is changed.
     """
     checks = [*examine(model), *examine_services(db, redis, server, queue)]
     healthy = all(check.status != "fail" for check in checks)
@@ -89,7 +89,7 @@ def examine(model: str | None) -> Iterator[Check]:
 
 
 def examine_services(db: str | None, redis: str | None, server: str | None, queue: str) -> Iterator[Check]:
-    """Check the database and, where they are named, Redis with its workers and the server."""
+    """Check the database and, if configured, Redis with its workers and the server."""
     url = inputs.database_url(db)
     yield (finding := run_check("database", check_database, url))
     if finding.status != "fail":
@@ -107,7 +107,7 @@ def run_check(name: str, check: Callable[..., Finding], *args: str) -> Check:
     try:
         return Check(name, *check(*args))
     except ImportError as error:
-        return Check(name, "fail", f"a package cannot be imported: {error}")
+        return Check(name, "fail", f"cannot import a package: {error}")
     except (SwiftoptError, OSError) as error:
         return Check(name, "fail", str(error))
 
@@ -135,7 +135,7 @@ def check_devices() -> Iterator[Check]:
         )
         yield Check("devices", "warn", f"{description}: install a torch that is built for that driver's CUDA")
     elif not torch.cuda.is_available():
-        yield Check("devices", "ok", "the CPU; there is no CUDA device")
+        yield Check("devices", "ok", "CPU only; there is no CUDA device")
     for index in range(torch.cuda.device_count()):
         free_bytes, total = torch.cuda.mem_get_info(index)
         text = f"{torch.cuda.get_device_name(index)}, {free_bytes / GIB:.1f} of {total / GIB:.1f} GiB free"
@@ -149,7 +149,7 @@ def check_cores() -> Finding:
         f"{usable} of {os.cpu_count()} usable, {n_threads()} thread{'' if n_threads() == 1 else 's'}, load {load:.1f}"
     )
     if load > usable / 2:
-        return "warn", f"{text}: other programs are busy, and decoding will be slower than alone"
+        return "warn", f"{text}: other programs are busy, so decoding will be slower than on an idle machine"
     return "ok", text
 
 
@@ -162,7 +162,7 @@ def check_kernels() -> Finding:
 
     selected = kernels()
     if isinstance(selected, str):
-        return "warn", f"torch's own, drafts may change last bits: {selected}"
+        return "warn", f"torch's own, with which drafts may change last bits: {selected}"
     torch.set_num_threads(n_threads())
     speeds = measured()
     speed_words = {
@@ -184,8 +184,8 @@ def check_speed() -> Finding:
     if torch.cuda.is_available():
         return check_graphs()
     if isinstance(kernels(), str):
-        return "warn", "auto is eager, and exact is not possible: see kernels"
-    return "ok", "auto is native, which is exact: drafting changes no bit"
+        return "warn", "auto selects eager, and exact is not possible: see kernels"
+    return "ok", "auto selects native, which is exact: drafting changes no bit"
 
 
 def check_graphs() -> Finding:
@@ -199,19 +199,19 @@ def check_graphs() -> Finding:
     from ..models.loading import random_runtime
 
     if reason := obstacle():
-        return "warn", f"auto is eager, and exact is not possible: {reason}"
+        return "warn", f"auto selects eager, and exact is not possible: {reason}"
     device_index = max(range(torch.cuda.device_count()), key=lambda index: torch.cuda.mem_get_info(index)[0])
     config = LlamaConfig(hidden_size=1024, intermediate_size=2816, num_hidden_layers=4, num_attention_heads=8)
     try:
         runtime = random_runtime(config, f"cuda:{device_index}")
         eager_s, graph_s = pass_seconds(runtime, GraphPasses(runtime))
     except torch.OutOfMemoryError:
-        return "warn", f"cuda:{device_index} has not the memory for a small model, so CUDA graphs were not timed"
+        return "warn", f"cuda:{device_index} has too little memory for a small model, so CUDA graphs were not timed"
     except Exception as error:  # Compilers and drivers may raise any exception; loading a model catches all, too.
-        return "warn", f"auto is eager, CUDA graphs cannot be used: {first_line(error)}"
+        return "warn", f"auto selects eager, because CUDA graphs cannot be used: {first_line(error)}"
     faster = "CUDA graphs" if graph_s < eager_s else "eager"
-    times = f"{1000 * graph_s:.2f} ms a pass of 4 small layers in graphs, {1000 * eager_s:.2f} without"
-    return "ok", f"auto is {faster}, {times} (every model is timed when it is loaded); exact is by Triton"
+    times = f"{1000 * graph_s:.2f} ms per pass of 4 small layers with graphs, {1000 * eager_s:.2f} without"
+    return "ok", f"auto selects {faster}, {times} (every model is timed when it is loaded); exact uses Triton"
 
 
 def check_memory() -> Finding:
@@ -227,7 +227,7 @@ def check_cache() -> Finding:
     existing_folder = _existing(folder)
     free_bytes = shutil.disk_usage(existing_folder).free
     if not os.access(existing_folder, os.W_OK):
-        return "fail", f"{folder} cannot be written: set SWIFTOPT_CACHE_DIR to a folder of yours"
+        return "fail", f"{folder} is not writable: set SWIFTOPT_CACHE_DIR to a writable folder"
     text = f"{folder}, {free_bytes / GIB:.1f} GiB free"
     if free_bytes < LOW_DISK:
         return "warn", f"{text}: make room there, or set SWIFTOPT_CACHE_DIR to a folder on another disk"
@@ -277,11 +277,11 @@ def check_database(url: str) -> Finding:
         if shutil.disk_usage(folder).free < LOW_DATABASE:
             return "fail", f"the disk of {state.database} is full: make room there"
     if state.revision is None:
-        return "ok", f"{state.database}, empty: the first command that needs it creates it"
+        return "ok", f"{state.database}, empty: the first command that needs it creates its tables"
     if state.refusal:
         return "fail", schema_problem(state)
     if not state.ok:
-        return "warn", f"{schema_problem(state)}, or let the next command do it"
+        return "warn", f"{schema_problem(state)}; otherwise the next command does it"
     with Store.open(url) as store:
         n_sets, states = len(store.layer_sets()), store.jobs.states()
     jobs = ", ".join(f"{n} {state}" for state, n in states.items()) or "none"
@@ -294,16 +294,16 @@ def check_costs(url: str) -> Finding:
     from ..store.migrations import look
 
     if not look(url).ok:
-        return "ok", "none are stored"
+        return "ok", "none stored"
     with Store.open(url) as store:
         profiles = store.cost_profiles()
     counts = Counter(profile.quality for profile in profiles)
-    text = ", ".join(f"{counts[quality]} {quality}" for quality in QUALITIES if counts[quality]) or "none are stored"
+    text = ", ".join(f"{counts[quality]} {quality}" for quality in QUALITIES if counts[quality]) or "none stored"
     disturbed = next((profile for profile in profiles if profile.quality == "disturbed"), None)
     if disturbed is None:
         return "ok", text
     model = f"model {disturbed.fingerprint[:8]}, {disturbed.context_bucket} tokens"
-    return "warn", f"{text} ({model}: {disturbed.remark or 'not known'}): the next load measures these again"
+    return "warn", f"{text} ({model}: {disturbed.remark or 'reason unknown'}): the next load measures them again"
 
 
 def check_clock(url: str) -> Finding:
@@ -313,7 +313,7 @@ def check_clock(url: str) -> Finding:
     from ..store.database import clock_s, connected, exists
 
     if not exists(url):
-        return "ok", "the database's clock will be this machine's"
+        return "ok", "the database will use this machine's clock"
     with connected(url) as connection:
         before_s = time.time()
         database_s = connection.execute(select(clock_s())).scalar_one()
@@ -321,8 +321,8 @@ def check_clock(url: str) -> Finding:
     # The database read its clock between `before_s` and `after_s`; a reading in that range is no difference.
     difference_s = max(before_s - database_s, database_s - after_s, 0.0)
     if difference_s > CLOCK_S:
-        return "warn", f"{difference_s:.1f} s from the database's: let both machines keep time with NTP"
-    return "ok", f"{difference_s:.1f} s from the database's"
+        return "warn", f"{difference_s:.1f} s off the database's: synchronise both machines with NTP"
+    return "ok", f"{difference_s:.1f} s off the database's"
 
 
 def check_redis(url: str) -> Finding:
@@ -333,12 +333,12 @@ def check_redis(url: str) -> Finding:
         facts = queue.facts()
     name = f"{facts.server} {facts.version}"
     if facts.eviction not in ("noeviction", ""):
-        risk = f"may throw deliveries away when its memory is full (policy {facts.eviction})"
+        risk = f"may evict deliveries when its memory is full (policy {facts.eviction})"
         return "warn", f"{name} {risk}: set maxmemory-policy noeviction"
     if not facts.append_only:
         loss = "only its snapshots" if facts.saves else "nothing"
-        advice = "jobs are delivered again from the database; set appendonly yes to spare that"
-        return "warn", f"{name} keeps {loss} over a restart: {advice}"
+        advice = "jobs are then delivered again from the database; set appendonly yes to avoid that"
+        return "warn", f"{name} keeps {loss} across a restart: {advice}"
     return "ok", f"{name}, append-only file on, policy {facts.eviction or 'unknown'}"
 
 

@@ -1,4 +1,4 @@
-"""`swiftopt generate` and `swiftopt chat`: decode here with what was tuned, or chat with a server."""
+"""`swiftopt generate` and `swiftopt chat`: decode here with the tuned plan, or chat with a server."""
 
 from __future__ import annotations
 
@@ -34,32 +34,32 @@ Message = Mapping[str, str]
 
 ANSWER_TOKENS = 512  # Default maximum number of tokens of one answer.
 COMMANDS = """\
-/system TEXT  say how to answer from now on; without TEXT, take that back
-/clear        forget what was said until now
-/help         show this
-/quit         end the chat, as Ctrl-D does"""
+/system TEXT  set the system message from now on; without TEXT, remove it
+/clear        clear the conversation
+/help         show this list
+/quit         end the chat, like Ctrl-D"""
 
 
 @commands.command(
-    short_help="Decode with what was tuned for a task.",
+    short_help="Decode with the tuned plan of a task.",
     common="model task prompt stream limit out max_new_tokens temperature seed method db as_json",
 )
 @options.model
-@options.task("plan", "Whose stored layer set to use.  [default: the prompt's own task, or default]")
+@options.task("plan", "Task whose stored plan to use.  [default: the prompt's task, or default]")
 @option(PROMPTS, "--prompt", help="Raw text to continue.")
 @option(PROMPTS, "--stream", type=FILE, help=options.STREAM_HELP)
 @options.limit
-@option(PROMPTS, "-o", "--out", type=FILE, help="Write one JSON object per prompt to a file as well.")
+@option(PROMPTS, "-o", "--out", type=FILE, help="Also write one JSON object per prompt to a file.")
 @options.method
 @options.draft_model
 @options.layer_set
 @options.stop
-@from_field(commands.SAMPLING, Sampling, "repetition_penalty", "Above 1 repeats less.  [default: the model's own]")
+@from_field(commands.SAMPLING, Sampling, "repetition_penalty", "Above 1: repeat less.  [default: the model's own]")
 @from_field(
     PROMPTS,
     GenerateRequest,
     "concurrency",
-    "How many prompts of a stream are decoded at once; each is shown when it is done.",
+    "Number of prompts decoded at once; each is shown when it is done.",
     type=positive,
 )
 @options.machine(GenerateRequest, "max_new_tokens", "speed")
@@ -76,9 +76,9 @@ def generate(
     as_json: bool,
     **values: Any,
 ) -> None:
-    """Decode with what was tuned for a task, or plainly where that is faster or nothing is stored.
+    """Decode with the tuned plan of a task, or plainly if that is faster or nothing is stored.
 
-    Takes --prompt, --stream, or text from standard input. With --json there is one object per prompt, each on a line.
+    Takes --prompt, --stream, or text from standard input. --json prints one object per prompt, each on a line.
     """
     prompts = _prompts(prompt, stream, limit, values["task"])
     request = decoding_request(values)
@@ -88,7 +88,9 @@ def generate(
         if request.draft_model is not None and not other_model:
             note(f"warning: --draft-model has no effect with --method {method.name}, which drafts with no other model")
         if request.layer_set is not None and (other_model or not method.takes_layer_set):
-            reason = "--draft-model, which drafts alone" if other_model else f"--method {method.name}, which takes none"
+            reason = (
+                "--draft-model, which drafts without it" if other_model else f"--method {method.name}, which uses none"
+            )
             note(f"warning: --layer-set has no effect with {reason}")
     _begin_loading(request)
     for name in ("limit", "concurrency"):
@@ -97,7 +99,7 @@ def generate(
     is_streamed = stream is None and not as_json  # Whether the text is printed as it is generated.
     noted_remarks: set[str] = set()
     with ExitStack() as stack:
-        # Plain decoding looks nothing up, and importing what opens databases takes a while; a named one is opened.
+        # Plain decoding needs no lookup, and importing the database code takes time; a named database is opened anyway.
         is_used = request.method != "plain" or on_command_line("db")
         store = stack.enter_context(inputs.open_store(db)) if is_used else None
         lines = stack.enter_context(LineWriter(Path(out), append=False)) if out is not None else None
@@ -131,7 +133,7 @@ def generate(
 
 
 def _begin_loading(request: GenerateRequest) -> None:
-    """Begin to load the request's model where that needs no torch, which is imported meanwhile.
+    """Begin to load the request's model if that needs no torch, which is imported at the same time.
 
     Raises: SwiftoptError: it cannot be loaded.
     """
@@ -145,14 +147,14 @@ def _begin_loading(request: GenerateRequest) -> None:
 
 def _prompts(prompt: str | None, stream: str | None, limit: int | None, task: str | None) -> list[Prompt]:
     if prompt is not None and stream is not None:
-        raise click.UsageError("--prompt and --stream exclude each other: give one of them")
+        raise click.UsageError("--prompt and --stream exclude each other: use one of them")
     if stream is not None:
         return options.prompts_of(stream, task, limit)
     if prompt is None and sys.stdin.isatty():
-        raise click.UsageError("there is no prompt: give --prompt TEXT or --stream FILE, or pipe text in")
-    text = _decode_stdin(sys.stdin.buffer.read(), "or give --stream FILE") if prompt is None else prompt
+        raise click.UsageError("there is no prompt: use --prompt TEXT or --stream FILE, or pipe in text")
+    text = _decode_stdin(sys.stdin.buffer.read(), "or use --stream FILE") if prompt is None else prompt
     if not text.strip():
-        raise click.UsageError("the prompt is empty: give --prompt TEXT or --stream FILE, or pipe text in")
+        raise click.UsageError("the prompt is empty: use --prompt TEXT or --stream FILE, or pipe in text")
     task = DEFAULT_TASK if task is None else task
     return [raw_prompt(text, task, "standard input" if prompt is None else "--prompt")]
 
@@ -161,7 +163,7 @@ def _decode_stdin(stdin_bytes: bytes, advice: str) -> str:
     try:
         return stdin_bytes.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise StreamError(f"standard input is not UTF-8 text: pipe text in, {advice}") from error
+        raise StreamError(f"standard input is not UTF-8 text: pipe in text, {advice}") from error
 
 
 def completion_json(model: str, prompt: Prompt, completion: Completion, decoding: GenerateInfo) -> dict[str, Any]:
@@ -183,13 +185,13 @@ def note_remarks(completion: Completion, decoding: GenerateInfo, noted_remarks: 
     """Print remarks on how the plan was chosen, except those in `noted_remarks`, and add them there."""
     remarks = [decoding.note] if decoding.note else []
     if decoding.fallback:
-        remarks.append(f"this is not quite what was asked for: {decoding.fallback}")
+        remarks.append(f"no exact match was stored: {decoding.fallback}")
     if completion.method == "plain" and decoding.record is not None:
         remarks.append(
-            f"plain decoding, as the stored verdict says; --method {decoding.record.found_for} drafts all the same"
+            f"decoded plainly, as the stored verdict says; --method {decoding.record.found_for} drafts anyway"
         )
     if completion.lossy:
-        remarks.append(f"{completion.method} is lossy: this is not what plain decoding would have said")
+        remarks.append(f"{completion.method} is lossy: plain decoding may give another text")
     for text in remarks:
         if text not in noted_remarks:
             noted_remarks.add(text)
@@ -208,25 +210,24 @@ def completion_words(completion: Completion, decoding: GenerateInfo) -> str:
 
 
 @commands.command(
-    short_help="Chat in the terminal, with a server or a model of your own.",
+    short_help="Chat in the terminal, with a server or a local model.",
     common="model server task system message max_new_tokens temperature seed db as_json",
 )
 @click.option(
     "--model",
     type=MODEL,
-    help="Model to load here; with --server, which of its models.  [default: its only one]",
+    help="Model to load here; with --server, one of its models.  [default: its only one]",
 )
 @click.option(
     "--server",
     metavar="URL",
-    help="Server to chat with, ours or another of OpenAI's protocol; its key: SWIFTOPT_API_KEY."
-    "  [env: SWIFTOPT_SERVER_URL]",
+    help="Server to chat with, any that speaks OpenAI's protocol; key: SWIFTOPT_API_KEY.  [env: SWIFTOPT_SERVER_URL]",
 )
-@from_field(OTHER, GenerateRequest, "task", "Whose stored plan to use.  [default: default]")
+@from_field(OTHER, GenerateRequest, "task", "Task whose stored plan to use.  [default: default]")
 @options.method
-@option(PROMPTS, "--system", metavar="TEXT", help="Message that says how to answer.")
-@option(PROMPTS, "--message", metavar="TEXT", help="Ask this one question, and end.")
-@option(PROMPTS, "--max-new-tokens", default=ANSWER_TOKENS, type=positive, help="Most tokens of an answer.")
+@option(PROMPTS, "--system", metavar="TEXT", help="System message.")
+@option(PROMPTS, "--message", metavar="TEXT", help="Ask this one question and exit.")
+@option(PROMPTS, "--max-new-tokens", default=ANSWER_TOKENS, type=positive, help="Maximum tokens of an answer.")
 @options.machine(GenerateRequest, "speed")
 @options.sampling
 @options.db
@@ -235,10 +236,10 @@ def completion_words(completion: Completion, decoding: GenerateInfo) -> str:
 def chat(
     server: str | None, db: str | None, system: str | None, message: str | None, as_json: bool, **values: Any
 ) -> None:
-    """Chat with a model: of a server that speaks OpenAI's protocol, or one that is loaded here.
+    """Chat with a model on a server that speaks OpenAI's protocol, or with one loaded here.
 
     Each line of standard input is a question; /help lists the commands. Ctrl-C stops an answer, Ctrl-D ends the chat.
-    With --json there is one object per answer, each on a line.
+    --json prints one object per answer, each on a line.
     """
     values["sampling"] = pick(Sampling, values)
     backend = Backend.from_options(server, None, db)
@@ -246,9 +247,9 @@ def chat(
         check_task(values["task"], "--task")
     instruction = None if system is None else _check_text(system, "--system")
     question = None if message is None else _check_text(message, "--message")
-    opened = served_partner(backend.server, values) if backend.server else loaded_partner(backend.db, values)
-    with opened as partner:
-        conversation = Conversation(partner, instruction, as_json)
+    opened = served_model(backend.server, values) if backend.server else loaded_model(backend.db, values)
+    with opened as chat_model:
+        conversation = Conversation(chat_model, instruction, as_json)
         if question is not None:
             conversation.ask(question)
         elif sys.stdin.isatty():
@@ -271,7 +272,7 @@ def _check_text(text: str, source: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Partner:
+class ChatModel:
     """A model's name, and a function that streams the answer to messages and yields its figures last."""
 
     name: str
@@ -279,7 +280,7 @@ class Partner:
 
 
 @contextmanager
-def served_partner(url: str, values: Mapping[str, Any]) -> Iterator[Partner]:
+def served_model(url: str, values: Mapping[str, Any]) -> Iterator[ChatModel]:
     """Give access to a model of the server at `url`; `values` are the command's options.
 
     Raises: InvalidInput: the server has no model, or several of which none is named. UsageError: an option is only for
@@ -289,19 +290,19 @@ def served_partner(url: str, values: Mapping[str, Any]) -> Iterator[Partner]:
 
     for name in options.PLACEMENT:
         if on_command_line(name):
-            raise click.UsageError(f"--{name} is for a model that is loaded here: leave it out, or --server")
+            raise click.UsageError(f"--{name} is for a model that is loaded here: remove it, or --server")
     with ChatClient(url) as client:
         served_models = client.models()
         fields = _fields(values)
         if served_models.is_swiftopt:  # Other servers may reject fields that OpenAI's API lacks.
             fields["return_metrics"] = True
         name = values["model"] or _only(served_models.names)
-        yield Partner(name, partial(client.answer, name, **fields))
+        yield ChatModel(name, partial(client.answer, name, **fields))
 
 
 def _only(names: Sequence[str]) -> str:
     if not names:
-        raise InvalidInput("the server decodes with no model: start it with `swiftopt serve --model NAME`")
+        raise InvalidInput("the server has no model: start it with `swiftopt serve --model NAME`")
     if len(names) > 1:
         raise InvalidInput(f"the server has {len(names)} models: choose one with --model ({', '.join(names)})")
     return names[0]
@@ -319,13 +320,13 @@ def _fields(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 @contextmanager
-def loaded_partner(db: str | None, values: Mapping[str, Any]) -> Iterator[Partner]:
+def loaded_model(db: str | None, values: Mapping[str, Any]) -> Iterator[ChatModel]:
     """Load a model and start its engine, whose KV cache is kept, so that each turn continues the last one.
 
     Raises: UsageError: no model is named. InvalidInput: the model has no chat template. SwiftoptError: loading failed.
     """
     if not values["model"]:
-        raise click.UsageError("no model is named: name one with --model, or a server with --server")
+        raise click.UsageError("no model is given: use --model, or a server with --server")
     request = decoding_request(dict(values))
     _begin_loading(request)
     noted_remarks: set[str] = set()
@@ -350,7 +351,7 @@ def loaded_partner(db: str | None, values: Mapping[str, Any]) -> Iterator[Partne
         if getattr(model.runtime.tokenizer, "chat_template", None) is None:
             raise InvalidInput(f"{model.name} has no chat template: use an instruct model, or `swiftopt generate`")
         with model.engine(concurrency=1) as engine:
-            yield Partner(model.name, answer)
+            yield ChatModel(model.name, answer)
 
 
 # --- the conversation
@@ -359,8 +360,8 @@ def loaded_partner(db: str | None, values: Mapping[str, Any]) -> Iterator[Partne
 class Conversation:
     """The turns of a chat; streams answers to stdout, and thoughts, figures and remarks to stderr."""
 
-    def __init__(self, partner: Partner, system: str | None, as_json: bool) -> None:
-        self.partner, self.system = partner, system
+    def __init__(self, model: ChatModel, system: str | None, as_json: bool) -> None:
+        self.model, self.system = model, system
         self._as_json = as_json
         self._answer, self._thought = TextPrinter(), TextPrinter(err=True, dim=True)
         self._turns: list[Message] = []
@@ -381,26 +382,26 @@ class Conversation:
                 return False
             case "/clear":
                 self._turns.clear()
-                note("what was said is forgotten")
+                note("the conversation is cleared")
             case "/system":
                 self.system = _check_text(text, command) if text.strip() else None
-                note("answers follow that from now on" if self.system else "there is no system message any more")
+                note("the system message applies from now on" if self.system else "the system message is removed")
             case "/help":
                 note(COMMANDS)
             case _:
-                note(f"there is no command {command}: /help lists them; a question may begin with a blank")
+                note(f"unknown command {command}: /help lists them; put a space before a question that begins with /")
         return True
 
     def ask(self, question: str) -> None:
         """Show the answer; a question that got no answer is not added to the history.
 
-        Raises: SwiftoptError: there is no answer, or it broke off.
+        Raises: SwiftoptError: there is no answer, or it was interrupted.
         """
         from ..client.chat import Thought
 
         user_message, answer_texts, thought_texts = {"role": "user", "content": question}, list[str](), list[str]()
         system_messages = [{"role": "system", "content": self.system}] if self.system else []
-        answer: Any = self.partner.answer([*system_messages, *self._turns, user_message])
+        answer: Any = self.model.answer([*system_messages, *self._turns, user_message])
         try:
             with closing(answer):  # Stops the generation if reading ends early.
                 for event in answer:
@@ -429,7 +430,7 @@ class Conversation:
     def _show_end(self, text: str, thought: str, end: Answered) -> None:
         if self._as_json:
             texts = {"text": text, "reasoning_content": thought} if thought else {"text": text}
-            emit_json({"schema": "swiftopt.chat/1", "model": self.partner.name, **texts, **asdict(end)})
+            emit_json({"schema": "swiftopt.chat/1", "model": self.model.name, **texts, **asdict(end)})
         else:
             self._show("\n")
             figures = [] if end.n_tokens is None else [f"{end.n_tokens} tokens"]
@@ -437,7 +438,7 @@ class Conversation:
             if end.acceptance_rate is not None:
                 figures.append(f"α {number(end.acceptance_rate)}")
             if end.finish_reason == "length":
-                figures.append("cut off: raise --max-new-tokens")
+                figures.append("truncated: raise --max-new-tokens")
             note(click.style(f"[{', '.join(figures)}]", dim=True))
 
 
@@ -449,7 +450,7 @@ def _at_terminal(conversation: Conversation) -> None:
     with suppress(ImportError):
         import readline  # noqa: F401  The import gives input() line editing and a history.
 
-    note(f"{conversation.partner.name}: /help lists the commands, Ctrl-C stops an answer, Ctrl-D ends the chat")
+    note(f"{conversation.model.name}: /help lists the commands, Ctrl-C stops an answer, Ctrl-D ends the chat")
     while True:
         try:
             line = _typed_line()

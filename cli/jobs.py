@@ -1,4 +1,4 @@
-"""`swiftopt tune` and `swiftopt jobs`: tune here or through a queue of workers, and see, follow and steer its jobs."""
+"""`swiftopt tune` and `swiftopt jobs`: tune here or through a queue, and list, follow and control its jobs."""
 
 from __future__ import annotations
 
@@ -50,9 +50,9 @@ on_job = commands.together(click.argument("job", metavar="ID"), backend_options,
 )
 @options.model_and_stream
 @options.task("default", "Task of lines that name none.  [default: the file's stem]")
-@from_field(PROMPTS, TuneRequest, "out", "File for the completions.  [default: in your data folder]", type=FILE)
-@from_field(PROMPTS, TuneRequest, "limit", "Take only the first prompts.", type=positive)
-@from_field(PROMPTS, TuneRequest, "concurrency", "How many prompts are decoded at once.", type=positive)
+@from_field(PROMPTS, TuneRequest, "out", "File for the completions.  [default: a file in your data folder]", type=FILE)
+@from_field(PROMPTS, TuneRequest, "limit", "Use only the first prompts.", type=positive)
+@from_field(PROMPTS, TuneRequest, "concurrency", "Number of prompts decoded at once.", type=positive)
 @options.form
 @options.machine(TuneRequest, "max_new_tokens", "speed")
 @options.sampling
@@ -61,13 +61,13 @@ on_job = commands.together(click.argument("job", metavar="ID"), backend_options,
 @options.server
 @options.queue
 @option(SERVICES, "--detach", is_flag=True, help="Submit the job and return at once.")
-@option(SERVICES, "--local", is_flag=True, help="Run in this process, although a Redis or server is configured.")
+@option(SERVICES, "--local", is_flag=True, help="Run in this process even if a Redis or server is configured.")
 @commands.of_wings("tune")
 @option(
     commands.ENGINES,
     "--draft-model",
     type=value_types.MODEL,
-    help="A smaller model that may draft in that engine, or with --preset mtad.",
+    help="A smaller model that may draft, with --engine or --preset mtad.",
 )
 @options.pictures("Draw the layer map and the search of each task.")
 @options.db_and_json
@@ -79,33 +79,34 @@ on_job = commands.together(click.argument("job", metavar="ID"), backend_options,
 def tune(pictures: Pictures, **values: Any) -> Result:
     """Find the layer set with which a model decodes a stream of prompts fastest.
 
-    Every prompt is decoded on the way, losslessly, and its completion is kept. The result, in the database, is a layer
-    set per task, its speed against plain decoding on held-out prompts, and a verdict.
+    Every prompt is decoded losslessly during the search, and its completion is kept. The database then holds a layer
+    set per task, its speed relative to plain decoding on held-out prompts, and a verdict.
 
     By default a dynamic program over measured costs proposes sets for drafts in fewer bits. --preset swift is the
-    published system: random search with interval Bayesian optimisation, early stop by confidence, top-k candidates.
-    Other presets make what their paper's method needs from most prompts, and compare it on the others.
+    published system: random search with interval Bayesian optimisation, confidence-based early stopping, and top-k
+    candidates. Other presets train the parts of their paper's method on most prompts, and measure it on the others.
 
-    With --redis or --server it submits a job and follows it; Ctrl-C leaves the job running. With --engine it tries
-    what another engine can run, and judges the fastest against that engine's plain decoding; the answer may be plain.
+    With --redis or --server the command submits a job and follows it; Ctrl-C leaves the job running. With --engine it
+    tries the drafts that another engine can run, and compares the fastest with that engine's plain decoding; the
+    verdict may be plain.
     """
     for reference in (reference for wing in wings() for reference in wing.tunings):
         result: Result | None = load(reference)(pictures, values)
         if result is not None:
             return result
     if values["draft_model"]:
-        raise InvalidInput("--draft-model is for another engine: name it with --engine")
+        raise InvalidInput("--draft-model is for another engine: add --engine")
     request = pick(TuneRequest, values)
     backend = Backend() if values["local"] else Backend.from_options(values["server"], values["redis"], values["db"])
     queued = bool(backend.server or backend.redis)
     if values["detach"] and not queued:
-        raise InvalidInput("--detach needs workers to leave the job to: name their --redis or --server, not --local")
+        raise InvalidInput("--detach needs workers to run the job: use --redis or --server, and not --local")
     if values["detach"] and request.out is not None:
-        raise InvalidInput("--detach writes no file: leave out --out, and fetch it later with `swiftopt jobs outputs`")
-    if values["detach"] and pictures:
         raise InvalidInput(
-            "--detach draws nothing: leave out --png and --svg, and draw with `swiftopt layers show` later"
+            "--detach writes no file: remove --out, and fetch the completions later with `swiftopt jobs outputs`"
         )
+    if values["detach"] and pictures:
+        raise InvalidInput("--detach draws nothing: remove --png and --svg, and draw later with `swiftopt layers show`")
     prompts = options.prompts_of(request.stream, request.task, request.limit, request.form)
     tuning_options.warn_idle(request.settings)
     if queued:
@@ -244,23 +245,27 @@ def _usage_command(
 # --- jobs
 
 
-@click.group(cls=ConfiguredGroup, short_help="Show, follow and steer the jobs of a queue.")
+@click.group(cls=ConfiguredGroup, short_help="Show, follow and control the jobs of a queue.")
 @commands.example("jobs list --state running", "jobs watch 3f2a9c81d04e")
 def jobs() -> None:
-    """The jobs of a queue: see them, follow one, steer one. The jobs of runs in this process are listed, too."""
+    """List, follow and control the jobs of a queue. Runs without a queue are listed, too."""
 
 
 @jobs.command("list", short_help="List the newest jobs.")
 @click.option("--state", type=click.Choice(get_args(JobState)), help="Only jobs in this state.")
-@click.option("--limit", type=positive, default=50, help="How many at most.")
+@click.option("--limit", type=positive, default=50, help="Maximum number of jobs.")
 @backend_options
 @options.json
 @commands.example("jobs list --state failed")
 def list_(state: JobState | None, limit: int, backend: Backend) -> Result:
-    """List the newest jobs first, each with how far it is, and by task what commands decode with now."""
+    """List jobs, the newest first, each with its progress and the plan that each of its tasks uses now."""
     with backend.open() as client:
         newest_jobs = client.jobs.latest(state, limit)
-    empty_note = f"no job is {state}" if state else "there is no job yet: submit one with `swiftopt tune --redis URL …`"
+    empty_note = (
+        f"no job is in the state {state}"
+        if state
+        else "there are no jobs yet: submit one with `swiftopt tune --redis URL …`"
+    )
     return listing_result(JobList(tuple(newest_jobs)).to_json(), newest_jobs, jobs_table, empty_note)
 
 
@@ -278,14 +283,14 @@ def show_(job: str, backend: Backend) -> Result:
 @on_job
 @commands.example("jobs watch 3f2a9c81d04e")
 def watch(job: str, backend: Backend) -> Result:
-    """Follow a job to its end and print its result, as `tune` does; Ctrl-C leaves the job running.
+    """Follow a job to its end and print its result, like `tune`; Ctrl-C leaves the job running.
 
-    The result of a job that has ended is printed at once.
+    If the job has already ended, its result is printed at once.
     """
     with backend.open() as client:
         job_end = result_of(backend, client, client.jobs.get(job))
         if job_end.job.kind != "tune":
-            return Result(job_end.job.to_json(), [f"job {job} has succeeded"])
+            return Result(job_end.job.to_json(), [f"job {job} succeeded"])
         request = TuneRequest.from_json(job_end.job.request)
         fetch = backend.command("jobs", "outputs", job, "--out", "FILE")
         return tune_result(request, job_end, client.database, backend, changed_placement(request), None, fetch)
@@ -324,10 +329,10 @@ for verb, words in VERB_HELP.items():
 def outputs(job: str, out: str, backend: Backend, as_json: bool) -> int:
     """Write the completions that a job has finished, in the order of its stream, one JSON object per line.
 
-    The lines are those of `tune --out`. --json prints an object with their number, and so needs a file.
+    The lines equal those of `tune --out`. --json prints an object with their number, so it needs --out FILE.
     """
     if as_json and out == STDOUT:
-        raise InvalidInput("--json would mix with the completions on standard output: name a file with --out")
+        raise InvalidInput("--json would be mixed with the completions on standard output: use --out FILE")
     with backend.open() as client:
         completions = client.jobs.outputs(job)
     lines = [output_line(event.prompt, event.completion) for event in completions]
@@ -375,7 +380,7 @@ def job_view(job: Job) -> RenderableType:
         ("now", f"{figures.task}, {PHASES[figures.phase]}: {progress_words(figures)}" if figures is not None else ""),
         *table_rows,
         *(("plan in use", plan.sentence) for plan in job.plans),
-        ("queue", job.queue or "none, it runs where it was begun"),
+        ("queue", job.queue or "none, it runs in the process that started it"),
         ("worker", job.worker or ""),
         ("submitted", job.created_at),
         ("started", job.started_at or ""),

@@ -1,4 +1,4 @@
-"""`swiftopt layers` and `models`: look at what is stored, choose among it, move it."""
+"""`swiftopt layers` and `models`: list, choose, export and import what is stored."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ TRIAL_FIGURES = ("step", "origin", "matchness", "score", "adopted")  # Fields of
 @click.group(cls=ConfiguredGroup, short_help="Show, choose, export and import layer sets.")
 @commands.example("layers list", "layers best smollm2-135m/notes --json")
 def layers() -> None:
-    """The stored layer sets: look at them, choose among them, export and import."""
+    """List, show, choose, export and import the stored layer sets."""
 
 
 @layers.command("list", short_help="List the stored layer sets and plans.")
@@ -53,9 +53,9 @@ def layers() -> None:
 @options.store_and_json
 @commands.example("layers list --model smollm2-135m")
 def list_(of_model: str | None, of_task: str | None, store: Store) -> Result:
-    """List the stored layer sets, and the plans that have none of their own.
+    """List the stored layer sets, and the plans without a layer set of their own.
 
-    The newest come first; * marks the best of its model, task, device and dtype.
+    The newest come first; * marks the best one for its model, task, device and dtype.
     """
     records = [(record, _is_best(store, record)) for record in store.layer_sets(of_model, of_task)]
     plans = [plan for plan in store.plan_versions(of_model, of_task) if plan.own_set is None]
@@ -68,13 +68,13 @@ def list_(of_model: str | None, of_task: str | None, store: Store) -> Result:
 
 @layers.command(short_help="Show the best layer set of a task.")
 @options.model_task
-@click.option("--device", "device_name", help="As tuned on, for example 'NVIDIA H200'.  [default: any]")
-@click.option("--dtype", "tuned_dtype", help="As tuned with, for example bfloat16.  [default: any]")
+@click.option("--device", "device_name", help="Device of the tuning, for example 'NVIDIA H200'.  [default: any]")
+@click.option("--dtype", "tuned_dtype", help="Dtype of the tuning, for example bfloat16.  [default: any]")
 @options.alias
 @options.store_and_json
 @commands.example("layers best smollm2-135m/notes --json")
 def best(name: ModelTask, device_name: str | None, tuned_dtype: str | None, alias: str, store: Store) -> Result:
-    """Show the best layer set of MODEL/TASK; with --json exactly the object that export writes."""
+    """Show the best layer set of MODEL/TASK; --json prints exactly the object that `export` writes."""
     plan = store.lookup(name.model, name.task, device_name, tuned_dtype, alias)
     record = _layer_set_of(plan, name)
     return Result(record.to_json(), [record_view(record, _trials(store, record), console().width)])
@@ -83,7 +83,7 @@ def best(name: ModelTask, device_name: str | None, tuned_dtype: str | None, alia
 @layers.command("show", short_help="Show a layer set, its map and its search.")
 @options.model_task
 @options.version
-@options.pictures("Draw the layer map and the search to a file as well.")
+@options.pictures("Also draw the layer map and the search to a file.")
 @options.store_and_json
 @commands.example("layers show smollm2-135m/notes --version 2 --png notes.png")
 def show_(name: ModelTask, version: int | None, pictures: Pictures, store: Store) -> Result:
@@ -108,7 +108,7 @@ def show_(name: ModelTask, version: int | None, pictures: Pictures, store: Store
 @options.as_json
 @commands.example("layers export smollm2-135m/notes -o notes.json")
 def export_json(name: ModelTask, version: int | None, out: str | None, store: Store, as_json: bool) -> None:
-    """Write a layer set of MODEL/TASK as one JSON object, which `import` and `generate --layer-set` read.
+    """Write a layer set of MODEL/TASK as one JSON object for `import` and `generate --layer-set`.
 
     --json puts the object on one line.
     """
@@ -123,21 +123,23 @@ def export_json(name: ModelTask, version: int | None, out: str | None, store: St
 
 @layers.command("import", short_help="Store layer sets from a file.")
 @click.argument("file", type=value_types.FILE)
-@click.option("--model", "as_model", type=value_types.MODEL, help="Store it under this model; for a file with one set.")
-@click.option("--task", "as_task", help="Store it under this task; for a file with one set.")
+@click.option(
+    "--model", "as_model", type=value_types.MODEL, help="Store the set under this model; for a file with one set."
+)
+@click.option("--task", "as_task", help="Store the set under this task; for a file with one set.")
 @click.option("--n-layers", type=positive, help="Depth of a model that swiftopt does not know.")
 @options.store_and_json
 @commands.example("layers import skip_layers.json")
 def import_(file: str, as_model: str | None, as_task: str | None, n_layers: int | None, store: Store) -> Result:
     """Store the layer sets of FILE: an exported one, or the skip_layers.json that SWIFT's authors published.
 
-    A set becomes the best one where its model and task have none yet; `promote` changes that.
+    A set becomes the best one if its model and task have none yet; `promote` chooses another.
     """
     stored_records = [_add(store, record) for record in _read_records(store, file, as_model, as_task, n_layers)]
     sets = [{**record.to_json(), "promoted": promoted} for record, promoted in stored_records]
     lines = [
         f"{record.model}/{record.task} version {record.version}"
-        + ("" if promoted else ", not promoted: the best one stays what it was")
+        + ("" if promoted else ", not promoted: the best version stays unchanged")
         for record, promoted in stored_records
     ]
     return Result({"schema": "swiftopt.layers-import/1", "layer_sets": sets}, lines)
@@ -150,17 +152,17 @@ def import_(file: str, as_model: str | None, as_task: str | None, n_layers: int 
 @options.store_and_json
 @commands.example("layers promote smollm2-135m/notes --version 2")
 def promote(name: ModelTask, version: int, alias: str, store: Store) -> Result:
-    """Choose a version of MODEL/TASK as the best one, for the device and dtype it was tuned or compared on."""
+    """Choose a version of MODEL/TASK as the best one for the device and dtype of its measurement."""
     return _alias_result("promote", name, store.promote(name.model, name.task, version, alias))
 
 
-@layers.command(short_help="Take back the last choice.")
+@layers.command(short_help="Undo the last choice.")
 @options.model_task
 @options.alias
 @options.store_and_json
 @commands.example("layers rollback smollm2-135m/notes")
 def rollback(name: ModelTask, alias: str, store: Store) -> Result:
-    """Take back the last choice for MODEL/TASK."""
+    """Undo the last choice for MODEL/TASK."""
     return _alias_result("rollback", name, store.rollback(name.model, name.task, alias))
 
 
@@ -223,7 +225,7 @@ def _read_records(
     if as_task is not None:
         check_task(as_task, "--task")
     if (as_model or as_task) and len(records) != 1:
-        raise InvalidInput(f"{file} holds {len(records)} layer sets: leave --model and --task out to import them all")
+        raise InvalidInput(f"{file} contains {len(records)} layer sets: remove --model and --task to import them all")
     return [dataclasses.replace(r, model=as_model or r.model, task=as_task or r.task) for r in records]
 
 
@@ -244,20 +246,20 @@ def _alias_result(command: str, name: ModelTask, found_plan: FoundPlan) -> Resul
 # --- models
 
 
-RUNS = "run by: our kernels on a CPU, exactly; torch or Triton on a GPU"
+RUNS = "run by: on a CPU our kernels, exactly; on a GPU torch or Triton"
 PROOF = "proof: tests decode with a real model's weights, or with random ones alone"
 
 
 @commands.command(short_help="List model names, and what was tuned here.")
-@click.option("--types", "of_types", is_flag=True, help="List instead the types of models that can be loaded.")
+@click.option("--types", "of_types", is_flag=True, help="List the supported model types instead.")
 @options.store_and_json
 @commands.example("models", "models --types")
 def models(store: Store, of_types: bool) -> Result:
-    """List the short names of models, which of them are on this machine, and what was loaded and tuned here.
+    """List the aliases of models, which of them are on this machine, and what was loaded and tuned here.
 
     `here` is wheel or cached (by the hub's client); other models are downloaded at first use. Any folder of a saved
-    model, GGUF file or hub id of a supported architecture works as well. Models that Ollama, LM Studio or the hub's
-    client keep on this machine are listed with the names that open them; nothing of them is copied.
+    model, GGUF file or hub id of a supported architecture works, too. Models that Ollama, LM Studio or the hub's
+    client keep on this machine are listed with the names that open them; they are not copied.
 
     With --types: each type that a config.json may name, which models are of it, what it computes otherwise than Llama,
     the name of its GGUF files, and whether tests decode with a real model's weights or with random ones. Our kernels
@@ -309,7 +311,7 @@ def stores_table(models: Sequence[StoredModel]) -> Table:
         size = "" if model.problem else f"{model.n_bytes / 1e9:.2f} GB"
         rows.append((model.name, size, model.problem or ""))
     titled: dict[str, Any] = {
-        "title": "in stores on this machine",
+        "title": "kept by other programs on this machine",
         "title_style": "bold",
         "header_style": "table.header",
     }

@@ -115,7 +115,7 @@ def load_settings() -> dict[str, Any]:
     except UnicodeDecodeError as error:
         raise SettingsError(f"{TOML_FILE} is not UTF-8 text; correct or remove it") from error
     except tomllib.TOMLDecodeError as error:
-        raise SettingsError(f"{TOML_FILE} is no valid TOML: {error}; correct or remove it") from error
+        raise SettingsError(f"{TOML_FILE} is not valid TOML: {error}; correct or remove it") from error
     except OSError as error:
         raise SettingsError(f"{TOML_FILE} cannot be read: {error.strerror}; correct its permissions") from error
     except ValidationError as error:
@@ -135,7 +135,7 @@ def warn_misspelt(environment: Iterable[str]) -> Iterator[str]:
             continue
         close_names = difflib.get_close_matches(unprefixed, names, n=1, cutoff=LIKE)
         if close_names:
-            yield f"the variable {name} is not read: did you mean {PREFIX}{close_names[0]}?"
+            yield f"the variable {name} is unknown and ignored: did you mean {PREFIX}{close_names[0]}?"
 
 
 def _sentence(key: str, kind: str, message: str, value: object) -> str:
@@ -193,10 +193,10 @@ class LazyGroup(ConfiguredGroup):
     'generate --model smollm2-135m --task notes --prompt "Once upon a time"',
 )
 def swiftopt(context: click.Context, no_color: bool) -> None:
-    """Find the sub-layers a language model can skip while drafting, and decode faster with them, losslessly.
+    """Find the sub-layers that a language model can skip while drafting, and decode losslessly faster.
 
-    Results go to stdout, progress and warnings to stderr. Options win over SWIFTOPT_* variables, those over
-    ./swiftopt.toml, that over the defaults.
+    Results go to stdout, progress and warnings to stderr. Options override SWIFTOPT_* variables, these override
+    ./swiftopt.toml, and that overrides the defaults.
     """
     if no_color or os.environ.get("NO_COLOR"):
         context.color = False

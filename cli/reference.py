@@ -23,8 +23,8 @@ SHELLS = ("bash", "zsh", "fish")
 def completion(shell: str) -> Result:
     """Print a script for bash (4.4 or newer), zsh or fish that completes commands, options, and values of options.
 
-    Values are choices, aliases of models, methods, search strategies and files; no database is asked. zsh needs
-    `fpath+=~/.zfunc` before `compinit` in ~/.zshrc.
+    Completed values are choices, model aliases, methods, search strategies and files, but nothing from the database.
+    zsh needs `fpath+=~/.zfunc` before `compinit` in ~/.zshrc.
     """
     completer = get_completion_class(shell)
     assert completer is not None, f"click knows no {shell}"

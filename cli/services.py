@@ -64,80 +64,86 @@ requests, learning, access = (partial(option, heading) for heading in ("Requests
     multiple=True,
     metavar="[NAME=]MODEL",
     type=value_types.MODEL,
-    help="A model to decode with: alias, hub id, folder or GGUF file; may be repeated. NAME is what clients call it.",
+    help="Model to serve: alias, hub id, folder or GGUF file; may be repeated. NAME is its name for clients.",
 )
-@click.option(
-    "--host", default="127.0.0.1", help="Address to listen on; others than this machine's own need an API key."
-)
-@click.option("--port", default=8000, type=IntRange(0, 65535), help="0 takes a free one.")
-@requests("--concurrency", default=8, type=positive, help="Completions at once, per model.")
+@click.option("--host", default="127.0.0.1", help="Address to listen on; any but loopback needs an API key.")
+@click.option("--port", default=8000, type=IntRange(0, 65535), help="Port; 0 takes a free one.")
+@requests("--concurrency", default=8, type=positive, help="Completions decoded at once, per model.")
 @requests("--max-waiting", default=128, type=natural, help="Completions that may wait.")
-@requests("--memory-gb", type=FloatRange(min=0.01), help="For keys and values.  [default: half of what is free]")
+@requests(
+    "--memory-gb", type=FloatRange(min=0.01), help="Memory for keys and values.  [default: half of the free memory]"
+)
 @requests(
     "--keep-prefixes",
     metavar="DIR",
     type=value_types.FOLDER,
-    help="Store keys and values of texts in this folder, too, for the next start.  [default: they are kept in memory]",
+    help="Also store keys and values of texts in this folder, for the next start.  [default: memory only]",
 )
-@requests("--prefixes-gb", default=10.0, type=FloatRange(min=0.01), help="Disk space for these, per model.")
-@requests("--timeout", "timeout_s", default=600, type=positive, help="Seconds for one completion.")
+@requests("--prefixes-gb", default=10.0, type=FloatRange(min=0.01), help="Disk space for --keep-prefixes, per model.")
+@requests(
+    "--timeout",
+    "timeout_s",
+    default=600,
+    type=positive,
+    help="Time limit of a completion in seconds, including its wait.",
+)
 @requests(
     "--load-wait",
     "load_wait_s",
     default=300,
     type=natural,
-    help="Seconds that a request waits for a model that is being loaded.",
+    help="Seconds that a request waits for a model to load.",
 )
-@requests("--drain", "drain_s", default=30, type=positive, help="Seconds for completions at the end.")
-@requests("--explain/--no-explain", "explains", default=True, help="Say in answers how they were decoded.")
+@requests("--drain", "drain_s", default=30, type=positive, help="Seconds that running completions get at shutdown.")
+@requests("--explain/--no-explain", "explains", default=True, help="State in answers how they were decoded.")
 @learning("--tune/--no-tune", default=True, help="Learn from the requests that are served.")
 @learning(
     "--keep-prompts",
     type=value_types.FILE,
-    help="Append prompts to this file, a stream for `swiftopt tune`.  [default: they are kept in memory only]",
+    help="Append prompts to this file, as a stream for `swiftopt tune`.  [default: memory only]",
 )
 @learning(
     "--corpus-mb",
     default=64,
     type=natural,
-    help="Memory for finished answers, per model, that drafts may repeat, in MiB; 0 keeps none.",
+    help="Memory in MiB, per model, for finished answers to draft from; 0 keeps none.",
 )
 @learning(
     "--keep-corpus",
     metavar="DIR",
     type=value_types.FOLDER,
-    help="Store finished answers in this folder, too, for the next start.  [default: they are kept in memory only]",
+    help="Also store finished answers in this folder, for the next start.  [default: memory only]",
 )
-@access("--new-key", metavar="NAME", help="Print a new API key and its entry, and do nothing else.")
+@access("--new-key", metavar="NAME", help="Print a new API key and its entry, and exit.")
 @access(
     "--rate",
     "requests_per_min",
     default=600,
     type=natural,
-    help="Requests a minute per key, or address where there are no keys; 0 is no limit.",
+    help="Requests per minute and key (or address, without keys); 0 is no limit.",
 )
 @access(
     "--token-rate",
     "tokens_per_min",
     default=0,
     type=natural,
-    help="Tokens of prompts and completions a minute, likewise; 0 is no limit.",
+    help="Tokens of prompts and completions per minute and key; 0 is no limit.",
 )
 @access(
     "--allow-origin",
     "origins",
     multiple=True,
     metavar="ORIGIN",
-    help="Origin whose pages may call the API from browsers, as https://host:port; may be repeated; * is all.",
+    help="Origin whose pages may call the API, as https://host:port; may be repeated; * is all.",
 )
-@access("--max-body-mb", default=32, type=IntRange(1, 4096), help="Largest body, in MiB.")
+@access("--max-body-mb", default=32, type=IntRange(1, 4096), help="Maximum size of a request body, in MiB.")
 @options.machine(ServedModel, "speed")
 @option(
     commands.SERVICES,
     "--log",
     type=click.Choice(["warnings", "requests", "all"]),
     default="requests",
-    help="What the log on stderr has: warnings; requests, too; or all, with health checks and metrics.",
+    help="Content of the log: warnings only; also requests; or all, including health checks.",
 )
 @options.log_format
 @option(
@@ -147,7 +153,7 @@ requests, learning, access = (partial(option, heading) for heading in ("Requests
     multiple=True,
     metavar="DIR",
     type=value_types.FOLDER,
-    help="Folder whose streams jobs may name; may be repeated.  [env: SWIFTOPT_STREAM_FOLDERS]",
+    help="Folder of streams that jobs may name; may be repeated.  [env: SWIFTOPT_STREAM_FOLDERS]",
 )
 @options.redis
 @options.db
@@ -157,14 +163,14 @@ def serve(new_key: str | None, as_json: bool, models: tuple[str, ...], **values:
     """Decode over HTTP, answer lookups of layer sets, and take jobs.
 
     With --model the server speaks OpenAI's API (/v1/chat/completions, /v1/completions, /v1/models) and gets faster on
-    the requests that it serves; their output stays that of plain decoding. Each model runs in its own process.
+    the requests that it serves; the output equals plain decoding. Each model runs in its own process.
 
     API keys come from SWIFTOPT_API_KEYS (name:sha256hex, separated by commas) or SWIFTOPT_API_KEYS_FILE (one entry per
-    line, read again when it changes). An entry name:sha256hex:task has a task for requests that name none;
+    line, read again when it changes). An entry name:sha256hex:task sets the task of requests that name none. An entry
     name:sha256hex:task:admin, with or without a task, may read the usage of all keys.
 
-    The log goes to stderr. --json prints the address as soon as requests are taken; those for a model wait until it is
-    loaded.
+    The log goes to stderr. --json prints the address as soon as the server listens; requests for a model wait until it
+    is loaded.
     """
     if new_key is not None:
         return _new_key(new_key).print(as_json)
@@ -211,19 +217,19 @@ def _parse_models(models: tuple[str, ...], values: dict[str, Any]) -> list[Serve
         if os.path.exists(argument):  # The path itself may have an equals sign.
             name, path = Path(argument).name, argument
         elif equals and not (given_name and path):
-            raise SettingsError(f"--model {argument} lacks a name or a model: give NAME=MODEL, or MODEL alone")
+            raise SettingsError(f"--model {argument} lacks a name or a model: use NAME=MODEL, or MODEL alone")
         else:
             name, path = (given_name, path) if equals else (argument, argument)
         check_names(path, values["dtype"], values["device"], values["speed"])
         if name in models_by_name:
-            raise SettingsError(f"two models are called {name!r}: name one of them, as --model NAME={path}")
+            raise SettingsError(f"two models have the name {name!r}: rename one with --model NAME={path}")
         model_fields = {**values, "name": name, "path": path, "memory": memory, "db": database_url(values["db"])}
         models_by_name[name] = pick(ServedModel, model_fields)
     return list(models_by_name.values())
 
 
 def _check_kept(values: dict[str, Any]) -> None:
-    """Raises: OutputError: what is to be kept cannot be written, which engines would find only after loading."""
+    """Raises: OutputError: a --keep-… folder or file is not writable, which engines would notice only after loading."""
     if values["keep_prompts"] is not None:
         with LineWriter(Path(values["keep_prompts"]), what="prompts", option="--keep-prompts"):
             pass
@@ -239,7 +245,7 @@ def _new_key(name: str) -> Result:
     return Result(
         {"schema": "swiftopt.api-key/1", "name": name, "key": key, "entry": key_entry},
         [f"key    {key}\nentry  {key_entry}"],
-        ["The key is shown this once; put the entry into SWIFTOPT_API_KEYS or the file of SWIFTOPT_API_KEYS_FILE."],
+        ["The key is shown only once; put the entry into SWIFTOPT_API_KEYS or the file of SWIFTOPT_API_KEYS_FILE."],
     )
 
 
@@ -248,10 +254,10 @@ def _new_key(name: str) -> Result:
 
 @commands.command(short_help="Run the jobs of a queue.")
 @options.queue
-@click.option("--device", default="auto", help="Where jobs that name no device run, e.g. cuda:0.")
-@click.option("--burst", is_flag=True, help="End when the queue is empty.")
-@click.option("--name", help="Name of this worker, its own in the whole service.  [default: host, process, letters]")
-@click.option("--check", is_flag=True, help="Only check that a worker could run, and that one does on this machine.")
+@click.option("--device", default="auto", help="Device for jobs that name none, e.g. cuda:0.")
+@click.option("--burst", is_flag=True, help="Exit when the queue is empty.")
+@click.option("--name", help="Name of this worker, unique in the service.  [default: host, process, letters]")
+@click.option("--check", is_flag=True, help="Only check that a worker can run, and that one runs on this machine.")
 @options.log_format
 @options.redis
 @options.db_and_json
@@ -268,11 +274,11 @@ def worker(
 ) -> Result:
     """Take jobs from a queue and run them, one at a time; start one worker per GPU.
 
-    Ctrl-C or SIGTERM hands the job back at its next step, and another worker goes on from there. --json prints one
+    Ctrl-C or SIGTERM hands the job back at its next step, and another worker resumes it. --json prints one
     object at the end.
     """
     if redis is None:
-        raise SettingsError("no Redis is named, and a worker needs one: set SWIFTOPT_REDIS_URL or pass --redis URL")
+        raise SettingsError("a worker needs Redis, and none is configured: set SWIFTOPT_REDIS_URL or use --redis URL")
     from ..worker.attempt import WorkerContext
     from ..worker.worker import default_name, run_worker
 
@@ -386,40 +392,40 @@ def _check_name(name: str, queue: RedisQueue) -> None:
         if each_worker.name != name or each_worker.heartbeat_age_s > BEATS_S:
             continue
         if each_worker.hostname != socket.gethostname():
-            conflict = f"a worker named {name} lives on {each_worker.hostname}"
+            conflict = f"a worker named {name} is registered on {each_worker.hostname}"
             _remark(f"note: {conflict}: if it still runs, give this one another --name")
         elif each_worker.pid != os.getpid() and psutil.pid_exists(each_worker.pid):
             raise SettingsError(
-                f"a worker named {name} runs here already (process {each_worker.pid}): choose another --name"
+                f"a worker named {name} already runs here (process {each_worker.pid}): choose another --name"
             )
 
 
 # --- the database
 
 
-@click.group(cls=ConfiguredGroup, short_help="Migrate the database, or look at its schema.")
+@click.group(cls=ConfiguredGroup, short_help="Migrate the database, or show its schema.")
 @commands.example("db check --db postgresql://swiftopt@db.example/swiftopt")
 def db() -> None:
-    """The schema of the database; every other command brings it to the newest by itself."""
+    """Migrate or show the schema of the database; every other command migrates it automatically."""
 
 
-@db.command(short_help="Bring the database to the newest schema.")
+@db.command(short_help="Migrate the database to the newest schema.")
 @options.db_and_json
 @commands.example("db upgrade --db postgresql://swiftopt@db.example/swiftopt")
 def upgrade(db: str | None) -> Result:
-    """Bring the database to the newest schema; a new one is created. Rows stay."""
+    """Migrate the database to the newest schema, or create it. Rows are kept."""
     from ..store.migrations import bring_to_head
 
     previous_schema, schema = bring_to_head(database_url(db))
     outcome = (
-        "has the newest schema already:"
+        "already has the newest schema:"
         if previous_schema.ok
-        else f"went from {previous_schema.revision or 'empty'} to"
+        else f"was migrated from {previous_schema.revision or 'empty'} to"
     )
     return _schema_result(schema, f"{schema.database} {outcome} {schema.revision}")
 
 
-@db.command(short_help="Print the schema that the database has.")
+@db.command(short_help="Print the schema of the database.")
 @options.db_and_json
 @commands.example("db current")
 def current(db: str | None) -> Result:
@@ -430,11 +436,11 @@ def current(db: str | None) -> Result:
     return _schema_result(state, state.revision or "empty")
 
 
-@db.command(short_help="End with 0 if the schema is the newest, else with 1.")
+@db.command(short_help="Exit with 0 if the schema is the newest, otherwise with 1.")
 @options.db_and_json
 @commands.example("db check && swiftopt serve")
 def check(db: str | None) -> Result:
-    """End with 0 if the database has the newest schema, else say what it has and end with 1; nothing is changed."""
+    """Exit with 0 if the database has the newest schema, otherwise print its schema and exit with 1."""
     from ..store.migrations import look
 
     state = look(database_url(db))
@@ -455,6 +461,6 @@ def schema_problem(state: SchemaState) -> str:
     if state.revision is None:
         return f"the database {state.database} is empty: create its tables with `swiftopt db upgrade`"
     return (
-        f"the database {state.database} has the schema {state.revision}, this version wants {state.head}: "
+        f"the database {state.database} has the schema {state.revision}, but this version needs {state.head}: "
         "run `swiftopt db upgrade`"
     )

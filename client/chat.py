@@ -55,7 +55,7 @@ class ChatClient(ServerConnection):
         super().__init__(url, api_key, httpx2.Timeout(CONNECT_S, read=SILENCE_S), {SESSION: uuid.uuid4().hex})
 
     def models(self) -> ServedModels:
-        """Return what the server decodes with; a server of ours without an engine has no names."""
+        """Return the served models; a swiftopt server without a model has no names."""
         cards = self._json("GET", "/v1/models", again=True)
         with self._reading(*MALFORMED_ANSWER):
             return ServedModels(tuple(str(model["id"]) for model in cards.get("data", ())), "schema" in cards)
@@ -94,12 +94,12 @@ class ChatClient(ServerConnection):
                 yield chunk
         except httpx2.TransportError as error:
             raise self._unreachable(error) from error
-        raise ServiceUnreachable(f"the answer of {safe_url(self.url)} broke off before its end: ask again")
+        raise ServiceUnreachable(f"the answer of {safe_url(self.url)} was interrupted: send the request again")
 
 
 @dataclass(slots=True)
 class _AnswerSoFar:
-    """What the chunks of one answer have said so far."""
+    """The content of the chunks of one answer so far."""
 
     began: float = field(default_factory=time.monotonic)
     finish_reason: str | None = None

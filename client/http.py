@@ -1,7 +1,7 @@
-"""A swiftopt server as an object: the same jobs and layer sets as its database holds, over HTTP.
+"""Client of a swiftopt server: the jobs and layer sets of its database, over HTTP.
 
-`ServerConnection` is what this client and that of chats share: requests that are sent again when that may help, and
-answers as values or errors.
+`ServerConnection` is the base of this client and of the chat client: it retries requests where that may help, and turns
+answers into values or errors.
 """
 
 from __future__ import annotations
@@ -75,9 +75,9 @@ class RefusedAnswer(Exception):
 class ServerConnection:
     """A server at `url`; `api_key` None takes `SWIFTOPT_API_KEY`. Threads may share it.
 
-    Raises: SettingsError: the URL or the key cannot be used. In every method that sends: InvalidInput, NotFound,
-        Conflict: the server says so. ServiceUnreachable: it does not answer, is not ready or too busy, or refuses the
-        key. StoreError: its answer has another form than expected.
+    Raises: SettingsError: the URL or the key is invalid. In every method that sends a request: InvalidInput, NotFound,
+        Conflict: as the server answers. ServiceUnreachable: it does not answer, is not ready, is too busy, or refuses
+        the key. StoreError: its answer has an unexpected form.
     """
 
     ADVICE: ClassVar[str]  # Advice in the error for a response of unexpected form.
@@ -102,10 +102,10 @@ class ServerConnection:
     def _send(
         self, method: str, path: str, *, again: bool, accept: Sequence[int] = (), stream: bool = False, **request: Any
     ) -> httpx2.Response:
-        """Return the answer to a request; `stream`: its body is still to be read.
+        """Return the answer to a request; `stream`: its body has not been read yet.
 
-        With `again` the request may be sent twice, as long as nothing answers or the server is not ready; `accept` are
-        statuses of failure that the caller takes for an answer.
+        With `again` the request may be repeated while nothing answers or the server is not ready; `accept` are error
+        statuses that the caller handles as answers.
         """
 
         def attempt() -> httpx2.Response:
@@ -139,20 +139,18 @@ class ServerConnection:
             return response.json()
         except ValueError as error:
             raise ServiceUnreachable(
-                f"what answers at {safe_url(self.url)} is no swiftopt server (it sends no JSON): check the URL"
+                f"{safe_url(self.url)} is not a swiftopt server (its answer is not JSON): check the URL"
             ) from error
 
     def _events(self, response: httpx2.Response) -> Iterator[httpx2.ServerSentEvent]:
         try:
             yield from httpx2.EventSource(response, max_event_size=None)
         except httpx2.SSEError as error:
-            raise ServiceUnreachable(
-                f"what answers at {safe_url(self.url)} sends no events ({error}): check the URL"
-            ) from error
+            raise ServiceUnreachable(f"{safe_url(self.url)} does not send events ({error}): check the URL") from error
 
     @contextmanager
     def _reading(self, *kinds: type[Exception]) -> Iterator[None]:
-        """Turn errors of these kinds into one that says that the answer has another form."""
+        """Turn errors of these kinds into one about an unexpected form of the answer."""
         try:
             yield
         except kinds as error:
@@ -169,34 +167,33 @@ class ServerConnection:
         )
 
     def _complain(self, response: httpx2.Response) -> NoReturn:
-        """Raise what the answer's status and its problem object say."""
+        """Raise the error described by the answer's status and its problem object."""
         status, address = response.status_code, safe_url(self.url)
         if status in (401, 403):
             raise ServiceUnreachable(
-                f"the server {address} wants another API key: set SWIFTOPT_API_KEY to one that it accepts"
+                f"the server {address} rejects the API key: set SWIFTOPT_API_KEY to a valid one"
                 if "authorization" in response.request.headers
-                else f"the server {address} wants an API key: set SWIFTOPT_API_KEY"
+                else f"the server {address} needs an API key: set SWIFTOPT_API_KEY"
             )
         problem = _problem(response)
         if problem is None:
             raise ServiceUnreachable(
-                f"what answers at {address} is no swiftopt server (status {status}): check the URL and proxies in"
-                " between"
+                f"{address} is not a swiftopt server (status {status}): check the URL and proxies in between"
             )
         if status == 429:
-            raise ServiceUnreachable(f"the server {address} gets too many requests: {_sentence(problem)}")
+            raise ServiceUnreachable(f"the server {address} is overloaded: {_sentence(problem)}")
         if status in RETRY_STATUSES:
             raise ServiceUnreachable(f"the server {address} is not ready: {_sentence(problem)}")
         raise error_of(problem)
 
 
 class Client(ServerConnection):
-    """Jobs and layer sets of the server at `url` (None: `SWIFTOPT_SERVER_URL`); of jobs all that `JobBoard` describes.
+    """Jobs (see `JobBoard`) and layer sets of the server at `url` (None: `SWIFTOPT_SERVER_URL`).
 
-    `api_key` None takes `SWIFTOPT_API_KEY`; `timeout` is in seconds, for one request. Requests that may be repeated
-    are, a few times, while nothing answers; threads may share a client.
+    `api_key` None takes `SWIFTOPT_API_KEY`; `timeout` is in seconds, for one request. Repeatable requests are retried a
+    few times while nothing answers; threads may share a client.
 
-    Raises: SettingsError: no URL, or one that cannot be used. In every method: as `ServerConnection`.
+    Raises: SettingsError: no URL, or an invalid one. In every method: as in `ServerConnection`.
     """
 
     ADVICE = "its swiftopt is of another version"
@@ -204,7 +201,7 @@ class Client(ServerConnection):
     def __init__(self, url: str | None = None, api_key: str | None = None, timeout: float = 30.0) -> None:
         url = url or os.environ.get("SWIFTOPT_SERVER_URL")
         if not url:
-            raise SettingsError("no server is named: pass its url, or set SWIFTOPT_SERVER_URL")
+            raise SettingsError("no server is configured: pass its url, or set SWIFTOPT_SERVER_URL")
         super().__init__(url, api_key, httpx2.Timeout(timeout), {"Accept": "application/json"})
 
     # --- layer sets ---
@@ -218,7 +215,7 @@ class Client(ServerConnection):
         alias: str = "best",
         engine: str | None = None,
     ) -> FoundPlan:
-        """Return the plan for a model and task, as `Store.lookup`; `engine`: the best one for another engine.
+        """Return the plan for a model and task, like `Store.lookup`; `engine`: the best one for another engine.
 
         Raises: LayerSetNotFound: nothing is stored for them.
         """
@@ -226,7 +223,7 @@ class Client(ServerConnection):
         return self._read(FoundPlan, self._get(path, device=device, dtype=dtype, alias=alias, engine=engine))
 
     def lookup(self, queries: Sequence[Mapping[str, str]]) -> list[FoundPlan | SwiftoptError]:
-        """Return plans for many queries, each with the arguments of `layer_set`; an error where there is none."""
+        """Return plans for many queries, each with the arguments of `layer_set`; or an error."""
         body = {"queries": [dict(query) for query in queries]}
         answers = self._json("POST", "/v1/layer-sets:lookup", again=True, json=body)
         with self._reading(KeyError, TypeError):
@@ -238,7 +235,7 @@ class Client(ServerConnection):
         return list(self._read(LayerSetList, self._get("/v1/layer-sets", model=model, task=task)).layer_sets)
 
     def models(self) -> list[ModelInfo]:
-        """Return every model that a worker has loaded once."""
+        """Return every model that was loaded before."""
         return list(self._read(ModelList, self._get("/v1/models")).models)
 
     # --- jobs ---
@@ -295,10 +292,10 @@ class Client(ServerConnection):
             ]
 
     def follow(self, job: str, after: int = 0) -> Iterator[JobEvent | Job]:
-        """Yield what the job reports, from event number `after` on, as it comes; last the job at its end.
+        """Yield the job's events after number `after` as they arrive, and finally the finished job.
 
-        An event of the type "progress" has the number 0: the figures of the moment. A broken connection is resumed
-        where it broke.
+        Events of the type "progress", with the current figures, have the number 0. A broken connection is resumed where
+        it broke.
 
         Raises: ServiceUnreachable: nothing has answered for two minutes.
         """
@@ -328,20 +325,20 @@ class Client(ServerConnection):
             wait_s = min(MAX_RETRY_S, 2 * wait_s)
 
     def ready(self) -> dict[str, Any]:
-        """Return what the server says of itself and of what it needs; also when it is not ready."""
+        """Return the readiness report of the server and its services, also if it is not ready."""
         return dict(self._json("GET", "/readyz", again=False, accept=(503,)))
 
     # --- tuning of served models ---
 
     def tuning(self) -> Tuning:
-        """Return what each served model has in use for its tasks, what it tries, and what that costs and brings."""
+        """Return for each served model what its tasks use and try, and what that costs and gains."""
         return self._read(Tuning, self._get("/v1/tuning"))
 
     def usage(self, key: str | None = None, since: date | None = None) -> Usage:
         """Return requests, tokens and saved seconds by API key and model; see `GET /v1/usage`.
 
-        Args: key: name of one key; None: this client's own, an admin's all. since: from this day (UTC) on, of all
-              servers that share the database; None: of this server since its start.
+        Args: key: name of one key; None: this client's own key, or for an admin all keys. since: from this day (UTC)
+              on, for all servers that share the database; None: for this server since its start.
         """
         day = None if since is None else since.isoformat()
         return self._read(Usage, self._get("/v1/usage", key=key, since=day))
@@ -349,9 +346,9 @@ class Client(ServerConnection):
     def steer_tuning(
         self, verb: TuningVerb, model: str | None = None, task: str | None = None, way: Way | None = None
     ) -> Tuning:
-        """Pause or resume learning, or pin a task to a way (None: let it be judged again); returns the tuning then.
+        """Pause or resume learning, or pin a task to a way (None: unpin it); return the new tuning status.
 
-        Args: model: the one that it is for; None: all that are served. task, way: what `pin` pins, and to what.
+        Args: model: the model; None: all served models. task, way: the task that `pin` pins, and to what.
         """
         body = {name: value for name, value in (("model", model), ("task", task), ("way", way)) if value is not None}
         return self._read(Tuning, self._json("POST", f"/v1/tuning:{verb}", again=True, json=body))
@@ -360,7 +357,7 @@ class Client(ServerConnection):
     def _open_events(self, job: str, after: int) -> Iterator[httpx2.Response]:
         """Open the stream of a job's events.
 
-        Raises: RefusedAnswer: the server cannot give it just now.
+        Raises: RefusedAnswer: the server cannot provide it now.
         """
         headers = {"Accept": "text/event-stream", "Last-Event-ID": str(after)}
         timeout = httpx2.Timeout(self._http.timeout.connect, read=SILENCE_S)
@@ -386,9 +383,9 @@ def _path(job: str, *further_parts: str) -> str:
 
 
 def _check_url(url: str) -> str:
-    """Return the server's address without a slash, and without `/v1`, at its end: OpenAI's clients take it with that.
+    """Return the server's address without a final slash or `/v1`, which is part of the URL for OpenAI's clients.
 
-    Raises: SettingsError: it is no http or https URL with a host.
+    Raises: SettingsError: it is not an http or https URL with a host.
     """
     try:
         url_parts = urlsplit(url)
@@ -396,19 +393,19 @@ def _check_url(url: str) -> str:
     except ValueError:
         is_usable = False
     if not is_usable or not url.isprintable() or " " in url:
-        raise SettingsError(f"the server {safe_url(url)!r} is no URL: use one such as http://127.0.0.1:8000")
+        raise SettingsError(f"the server {safe_url(url)!r} is not a URL: use for example http://127.0.0.1:8000")
     return url.rstrip("/").removesuffix("/v1")
 
 
 def _key_header(key: str | None) -> dict[str, str]:
-    """Return the header that shows the key; none without one.
+    """Return the header with the key; empty without a key.
 
-    Raises: SettingsError: no key looks like that; it is not shown.
+    Raises: SettingsError: the key is malformed; the message does not show it.
     """
     if not key:
         return {}
     if not (key.isascii() and key.isprintable()) or " " in key:
-        raise SettingsError("the API key holds characters that no key has: copy it to SWIFTOPT_API_KEY again")
+        raise SettingsError("the API key contains invalid characters: copy it to SWIFTOPT_API_KEY again")
     return {"Authorization": f"Bearer {key}"}
 
 
@@ -416,7 +413,7 @@ _backoff = wait_exponential_jitter(multiplier=WAIT_S, max=MAX_WAIT_S, jitter=WAI
 
 
 def _pause(state: RetryCallState) -> float:
-    """Return seconds until the next attempt: what the server asks for, at most `MAX_WAIT_S`."""
+    """Return the seconds until the next attempt: as the server requests, at most `MAX_WAIT_S`."""
     error = state.outcome.exception() if state.outcome else None
     if isinstance(error, RefusedAnswer):
         retry_after = error.response.headers.get("retry-after", "")
@@ -426,15 +423,15 @@ def _pause(state: RetryCallState) -> float:
 
 
 def error_of(problem: Mapping[str, Any]) -> SwiftoptError:
-    """Return the error of a problem object: by its type where it names a class of ours, else by its status."""
+    """Return the error for a problem object: by its type if that names one of our classes, otherwise by its status."""
     kind, status = ERRORS_BY_TYPE.get(str(problem.get("type")).rpartition(":")[2]), str(problem.get("status"))
     return (kind or ERRORS.get(int(status) if status.isdecimal() else 0, SwiftoptError))(_sentence(problem))
 
 
 def openai_problem(answer: Mapping[str, Any], status: int) -> Mapping[str, Any] | None:
-    """Return the problem object for an answer, or a part of a stream, in which OpenAI's form reports an error.
+    """Return the problem object for an answer, or a part of a stream, with an error in OpenAI's form; None without one.
 
-    `status` is used where the error has no number; None: it reports none.
+    `status` is used if the error has no number.
     """
     error = answer.get("error")
     if not isinstance(error, Mapping):
@@ -444,7 +441,7 @@ def openai_problem(answer: Mapping[str, Any], status: int) -> Mapping[str, Any] 
 
 
 def _problem(response: httpx2.Response) -> Mapping[str, Any] | None:
-    """Return the problem object of an answer, made of an error in OpenAI's form as well; None if it holds neither."""
+    """Return the problem object of an answer, also from an error in OpenAI's form; None if there is neither."""
     try:
         problem = json.loads(response.content)
     except ValueError:

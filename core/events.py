@@ -1,4 +1,4 @@
-"""What tuning reports: a run's events, kept in the store and drawn by the terminal, and what a served model learns."""
+"""Events of a tuning run, for the store and the terminal, and the tuning status of served models."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ class PhaseChanged(Reported):
 
 @dataclass(frozen=True, slots=True)
 class FormatTried(Reported):
-    """What drafts with all weights in a format promise, where the format is the run's own choice.
+    """Estimate for drafts with all weights in one format, if the run chooses the format itself.
 
-    `expected` is a ratio to plain decoding by measured costs, `agreement` the share of tokens on which draft and model
-    agree; both are None where such drafts do not run, and `problem` says why. `tok_s` is of decoding with them, where
-    they were timed together with drafts in another format.
+    `expected` is the ratio to plain decoding by measured costs, `agreement` the share of tokens on which draft and
+    model agree. Both are None if such drafts do not run; `problem` then gives the reason. `tok_s` is the measured speed
+    of decoding, if the format was timed together with another one.
     """
 
     format: str
@@ -70,7 +70,7 @@ class PromptStarted(Reported):
 
 @dataclass(frozen=True, slots=True)
 class Progress(Reported):
-    """The state of a task after a round. Matchness is of the latest trial and of the set in use."""
+    """The state of a task after a round. The matchness values are those of the latest trial and of the set in use."""
 
     task: str
     phase: Phase
@@ -147,10 +147,10 @@ class PromptFinished(Reported):
 
 @dataclass(frozen=True, slots=True)
 class TaskFinished(Reported):
-    """A task's layer set with its figures, and what a summary of the run needs.
+    """A task's layer set with its figures, and the data for a summary of the run.
 
-    `timings` and `paces`, tokens per second of each, cover the prompts that were decoded while tuning (SWIFT
-    Figure 6), not the verdict's runs; `stopped_because` says in words what ended the search; `record.version` is set
+    `timings` and `paces` (tokens per second of each prompt) cover the prompts decoded during tuning (SWIFT Figure 6),
+    not the runs of the verdict. `stopped_because` describes what ended the search. `record.version` is set
     once the runner has stored it.
     """
 
@@ -170,7 +170,7 @@ class TaskFinished(Reported):
 
 @dataclass(frozen=True, slots=True)
 class StateChanged(Reported):
-    """A job entered a state; `detail` says in words why, where that is not plain."""
+    """A job entered a state; `detail` gives the reason if it is not obvious."""
 
     state: JobState
     attempt: int
@@ -205,7 +205,7 @@ def event_type(event: Event | type[Event]) -> str:
 def event_from_json(name: str, values: Mapping[str, Any]) -> Event:
     """Return the event of that name from its `to_json`.
 
-    Raises: StoreError: there is no such event, or its values are not those of one.
+    Raises: StoreError: the event is unknown, or its values are invalid.
     """
     if name not in TYPES:
         raise StoreError(f"the event {name!r} is unknown: known are {', '.join(TYPES)}")
@@ -248,7 +248,7 @@ def event_line(event: Event, n_prompts: int = 0) -> str | None:
         case PhaseChanged():
             return f"{task}{PHASES[event.phase]}" + (f": {event.detail}" if event.detail else "")
         case FormatTried(problem="", tok_s=float() as tok_s):
-            return f"drafts in {event.format}: {tok_s:.1f} tokens per second, by turns with other formats"
+            return f"drafts in {event.format}: {tok_s:.1f} tokens per second, alternating with other formats"
         case FormatTried(problem=""):
             return (
                 f"drafts in {event.format}: {_figure(event.expected)}x expected,"
@@ -258,22 +258,22 @@ def event_line(event: Event, n_prompts: int = 0) -> str | None:
             return f"drafts in {event.format} do not run here: {event.problem}"
         case Adopted():
             skipped_words = (
-                f"{len(event.layer_set.skip_attn)} attentions and {len(event.layer_set.skip_mlp)} MLPs left out"
+                f"{len(event.layer_set.skip_attn)} attentions and {len(event.layer_set.skip_mlp)} MLPs skipped"
             )
             return f"{task}set of trial {event.step} in use: {skipped_words}, matchness {_figure(event.matchness)}"
         case SkipRatioLowered():
             ratio_words = f"skip ratio lowered to {_figure(event.skip_ratio)}"
-            return f"{task}{ratio_words}, for α was {_figure(event.acceptance_rate)}"
+            return f"{task}{ratio_words}, because α was {_figure(event.acceptance_rate)}"
         case DraftingChosen():
             widest = event.branching[0][1]
             return (
-                f"{task}drafts of at most {event.max_draft_length} tokens, to confidence"
+                f"{task}drafts of at most {event.max_draft_length} tokens, down to confidence"
                 f" {_figure(event.stop_threshold)}, {widest} candidates at most: {_figure(event.expected)}x expected,"
                 f" {_figure(event.before)}x before"
             )
         case StreamShifted():
-            known_words = f", {event.n_known} known sets first" if event.n_known else ""
-            return f"{task}other text, for {event.reason}: searching again{known_words}"
+            known_words = f", with {event.n_known} known sets first" if event.n_known else ""
+            return f"{task}the text has changed, because {event.reason}: searching again{known_words}"
         case PromptFinished():
             completion = event.completion
             held_out = ", held out" if event.held_out else ""
@@ -291,7 +291,7 @@ _COUNTER = re.compile(r", (round \d+|.*\d+ of \d+.*|\d+ % .*)$")
 
 
 def phase_of(step: str) -> str:
-    """Return a step of loading or measuring without its counter, for logs, where a line per phase is enough."""
+    """Return a step of loading or measuring without its counter, because logs have one line per phase."""
     return _COUNTER.sub("", step)
 
 
@@ -310,9 +310,9 @@ TuningVerb = Literal["pause", "resume", "pin"]
 
 @dataclass(frozen=True, slots=True)
 class SearchStatus(Record):
-    """What a search has cost, how well the set in use drafts (matchness, once it was scored), and why it has ended.
+    """Cost of a search, matchness of the set in use (once it was scored), and why the search ended.
 
-    `share` is its `seconds` / the seconds of the task's rounds; `latest` the candidate that was tried last.
+    `share` is its `seconds` / the seconds of the task's rounds; `latest` is the last candidate tried.
     """
 
     trials: int
@@ -325,7 +325,7 @@ class SearchStatus(Record):
 
 @dataclass(frozen=True, slots=True)
 class ShiftStatus(Record):
-    """How often a task's text has become another kind, the latest time's reason, and the request it was noticed at."""
+    """Number of changes of a task's kind of text, the reason of the latest, and the request at which it was noticed."""
 
     n: int = 0
     latest: str | None = None
@@ -336,16 +336,16 @@ class ShiftStatus(Record):
 class TaskTuning(Record):
     """One task of a served model: the way in use, the verdict on its drafts, its requests and its search.
 
-    `since` is when the way in use became that, in seconds since 1970; `version` is of the stored plan in use.
+    `since` is the time of the last change of way, in seconds since 1970; `version` is that of the stored plan in use.
 
-    `ratio`, its `interval`, `plain_tok_s` and `drafted_tok_s` are of one look at the latest `pairs` of timings, and the
-    ratio is the quotient of the two speeds; `timed` says what was timed. Before the first look all are None, and
-    `pairs` counts those there are so far.
+    `ratio`, its `interval`, `plain_tok_s` and `drafted_tok_s` come from one look at the latest `pairs` of timings; the
+    ratio is the quotient of the two speeds, and `timed` says what was timed. Before the first look all are None, and
+    `pairs` is the number of pairs so far.
 
-    `requests` and their `tokens` have ended since the engine's start. Its `seconds` went into their rounds, of which
-    `compared_s` into rounds of the way that is not in use. `drafted_s`, α and M are of rounds with the drafts in use,
-    since these or the text changed; `saved_s` is what plain decoding would have taken longer: drafted_s · (ratio - 1).
-    `saved_before_s` is the sum of that over earlier drafts.
+    `requests` and their `tokens` count requests that ended since the engine's start. `seconds` is the time of their
+    rounds, including `compared_s` in the way that is not in use. `drafted_s`, α and M cover rounds with the drafts in
+    use, since these or the text changed. `saved_s` is the extra time of plain decoding: drafted_s · (ratio - 1).
+    `saved_before_s` is its sum over earlier drafts.
     """
 
     task: str
@@ -375,15 +375,15 @@ class TaskTuning(Record):
 
     @property
     def all_saved_s(self) -> float:
-        """Seconds saved by the drafts in use, as far as they are judged, and by earlier ones."""
+        """Seconds saved by the drafts in use, if they have a verdict, and by earlier ones."""
         return (self.saved_s or 0.0) + self.saved_before_s
 
 
 @dataclass(frozen=True, slots=True)
 class CostStatus(Record):
-    """The costs that drafts are weighed by: their `quality`, with the reason in `remark`, and a pass's seconds.
+    """Status of the costs by which drafts are weighed: `quality`, its reason in `remark`, and the time of a pass.
 
-    `pass_s` is that of a pass of the model over one row, in a context of up to `context_bucket` tokens.
+    `pass_s` is the time of a one-row pass of the model, in a context of up to `context_bucket` tokens.
     """
 
     quality: Quality
@@ -394,10 +394,10 @@ class CostStatus(Record):
 
 @dataclass(frozen=True, slots=True)
 class KeptTexts(Record):
-    """What an engine keeps of the texts that it served.
+    """Size of what an engine keeps of served texts.
 
-    Keys and values of `prefix_tokens` take `prefix_bytes` of memory and, where they are stored, too, `disk_bytes`;
-    `disk_tokens` were read back from there since the start. Finished answers, for drafts, are `corpus_tokens` in
+    Keys and values of `prefix_tokens` tokens take `prefix_bytes` of memory and, if also stored on disk, `disk_bytes`;
+    `disk_tokens` were read back from disk since the start. Finished answers, for drafts, are `corpus_tokens` tokens in
     `corpus_bytes` of memory.
     """
 
@@ -411,7 +411,7 @@ class KeptTexts(Record):
 
 @dataclass(frozen=True, slots=True)
 class ModelTuning(Record):
-    """The tasks of one model, its costs and what it keeps; `unavailable` says why its engine cannot tell."""
+    """The tasks of one model, its costs and kept texts; `unavailable`: the reason if its engine does not answer."""
 
     paused: bool = False
     tasks: tuple[TaskTuning, ...] = ()
@@ -422,7 +422,7 @@ class ModelTuning(Record):
 
 @dataclass(frozen=True, slots=True)
 class Tuning(Record):
-    """By model: what is in use, what is being tried, what that costs, and what it has brought."""
+    """By model: what is in use, what is being tried, what that costs, and what it has gained."""
 
     SCHEMA: ClassVar = "swiftopt.tuning/1"
     ERROR: ClassVar = StoreError

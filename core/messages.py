@@ -1,8 +1,8 @@
 """Messages between the server and a model's engine process: one per line, each a record.
 
-A line is the message's name, a blank, and its JSON object. The server opens with `Serve`; the engine answers `Loading`
-until it is `Ready`, then each question, by its `id`, with one message or with those of a completion: `PromptRead`,
-`AnswerText`, …, `AnswerDone`. `Failed` may end any of these. A question's `request_id` is that of the HTTP request.
+A line is the message's name, a space, and its JSON object. The server starts with `Serve`; the engine sends `Loading`
+until it is `Ready`. Then it answers each request, by its `id`, with one message or with those of a completion:
+`PromptRead`, `AnswerText`, …, `AnswerDone`. `Failed` may end any of these. `request_id` is that of the HTTP request.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .serialization import Record, adapter, kinds_by_name
 from .types import Completion, TokenSource, VerdictWord
 
 VERSION = 6  # Protocol version. Increase it when a message changes: both sides must have the same one.
-MISMATCH = "server and engine do not understand each other, as when swiftopt was exchanged meanwhile"
+MISMATCH = "server and engine are of different versions, perhaps because swiftopt was upgraded while running"
 
 TEMPLATE_FIELDS = ("reasoning_effort",)  # Fields of chats that a template obeys, if it reads them.
 
@@ -91,7 +91,7 @@ class Steer(Record):
 
 @dataclass(frozen=True, slots=True)
 class Keys(Record):
-    """Names of the API keys in force, again whenever they change: what is kept for other keys is forgotten."""
+    """Names of the valid API keys, sent again whenever they change; texts kept for other keys are deleted."""
 
     names: tuple[str, ...]
 
@@ -112,7 +112,7 @@ class Loading(Record):
 
 @dataclass(frozen=True, slots=True)
 class Ready(Record):
-    """The model is loaded: how many positions it has, and whether its drafted outputs are exact and it has chats.
+    """The model is loaded; states its number of positions, whether drafted outputs are exact, and whether it has chats.
 
     `template_fields`: those of `TEMPLATE_FIELDS` that its chat template reads.
     """
@@ -129,7 +129,7 @@ class Ready(Record):
 
 @dataclass(frozen=True, slots=True)
 class Failed(Record):
-    """A question, or loading the model (`id` None), failed: the error's class, its message, and the field at fault."""
+    """A request, or loading the model (`id` None), failed: the error's class, its message, and the invalid field."""
 
     id: int | None
     kind: str
@@ -142,7 +142,7 @@ class Failed(Record):
 
     @property
     def error(self) -> SwiftoptError:
-        """The error as the engine's process had it."""
+        """The error as raised in the engine's process."""
         kind: type[SwiftoptError] = getattr(errors, self.kind, SwiftoptError)
         return kind(self.message, self.param)
 
@@ -151,9 +151,9 @@ class Failed(Record):
 class PromptRead(Record):
     """The prompt's length, before anything is decoded.
 
-    `text` and its `first` token are there where the answer begins with it. `forms` names the rows of `answer_forms`
-    that a chat is answered in; `end_of_thought` is the token that ends a thought, where it is one token, `in_thought`:
-    the prompt has begun a thought. `is_constrained`: the text is held to JSON, so that there is no thought.
+    `text` and its `first` token are set if the answer begins with the prompt (`echo`). `forms` names the rows of
+    `answer_forms` for a chat's answer. `end_of_thought` is the token that ends a thought, if it is a single token;
+    `in_thought`: the prompt has begun a thought. `is_constrained`: the output is constrained JSON, without a thought.
     """
 
     id: int
@@ -168,7 +168,7 @@ class PromptRead(Record):
 
 @dataclass(frozen=True, slots=True)
 class AnswerText(Record):
-    """More of the completion, with what was asked for of its tokens and, once, of the prompt's."""
+    """The next part of the completion, with the requested data of its tokens and, once, of the prompt's."""
 
     id: int
     text: str
@@ -182,8 +182,8 @@ class AnswerText(Record):
 class AnswerDone(Record):
     """The completion's end: how long it waited, its task, the method and the plan's version, or why it was plain.
 
-    `saved_s` are the seconds that plain decoding would have taken longer, by the ratio known when it ended; `verdict`
-    is that on the drafts of its task, or on the plan, by then.
+    `saved_s` is the extra time of plain decoding in seconds, by the ratio known when the completion ended; `verdict`
+    is the verdict at that time on the drafts of its task, or on the plan.
     """
 
     id: int
@@ -233,23 +233,23 @@ _NAMES: dict[Any, str] = {kind: name for name, kind in KINDS.items()}
 def encode(message: FromServer | FromEngine) -> bytes:
     """Return a message's line.
 
-    Raises: InvalidInput: a text has half of a character, or objects are nested too deeply.
+    Raises: InvalidInput: a text has a lone surrogate, or objects are nested too deeply.
     """
     kind: Any = type(message)
     try:
         return _NAMES[kind].encode() + b" " + adapter(kind).dump_json(message, warnings=False) + b"\n"
     except ValueError as error:
         if "surrogate" in str(error):
-            advice = "a text in the body has half of a character (a surrogate without the other): send whole ones"
+            advice = "a text in the body has a lone surrogate, half of a character: send whole characters"
         else:
-            advice = "the body has too many objects within each other: send it with fewer"
+            advice = "the body is nested too deeply: send it with fewer levels"
         raise InvalidInput(advice) from None
 
 
 def _decode(kinds: Any, reader_name: str, line: bytes) -> Any:
     """Return the message of a line, one of the union `kinds`.
 
-    Raises: SettingsError: the line is no message to this reader, or the other process has another version of them.
+    Raises: SettingsError: the line is not a message to this reader, or the other process has another version.
     """
     name, _, values = line.partition(b" ")
     try:

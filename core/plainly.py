@@ -24,10 +24,10 @@ class WhyPlain(Record):
 
 
 REQUESTED = WhyPlain("requested", "the request asks for plain decoding")
-ONE_TOKEN = WhyPlain("one_token", "the completion ended with its first token, which needs no draft")
-COMPARISON = WhyPlain("comparison", "all its rounds were plain ones that drafts are compared with")
-CROWDED = WhyPlain("crowded", "with so many requests at once drafts do not pay, by measured time")
-NO_GAIN = WhyPlain("no_gain", "no draft promised to be worth its time, by the measured costs of passes")
+ONE_TOKEN = WhyPlain("one_token", "the completion ended with its first token, which is never drafted")
+COMPARISON = WhyPlain("comparison", "it was short: all its rounds were the plain ones with which drafts are compared")
+CROWDED = WhyPlain("crowded", "with so many concurrent requests drafts do not pay, by measured time")
+NO_GAIN = WhyPlain("no_gain", "no draft promised to save time, by the measured costs of passes")
 
 
 def why_nothing_was_drafted(completion: Completion) -> WhyPlain | None:

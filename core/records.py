@@ -1,4 +1,4 @@
-"""What the store keeps of a model: layer sets, plans, heads and probes; layer sets in files; states of prompts."""
+"""Records that the store keeps for a model: layer sets, plans, heads, probes; import of files; states of prompts."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ WHERE_GIVEN: Any = {"exclude_if": lambda value: value is None}
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo(Record):
-    """What the store must know of a model so that lookups need no torch.
+    """A model's data in the store, so that lookups need no torch.
 
-    `earlier` are fingerprints that the same model had in other forms: what is stored under them becomes its own.
+    `earlier` are fingerprints of the same model in other forms: what is stored under them is assigned to this one.
     """
 
     fingerprint: str
@@ -43,7 +43,7 @@ class ModelInfo(Record):
 
 @dataclass(frozen=True, slots=True)
 class ModelList(Record):
-    """Models that were loaded once, and every name that a lookup knows."""
+    """Models that were loaded before, with every name that a lookup accepts."""
 
     SCHEMA: ClassVar = "swiftopt.stored-models/1"
     ERROR: ClassVar = StoreError
@@ -54,10 +54,10 @@ class ModelList(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measurement(Record):
-    """The verdict on drafts and its figures, None where nothing was measured: what sets and plans share.
+    """The verdict on drafts and its figures (None if not measured); the common part of layer sets and plans.
 
-    The speedup is the ratio to plain decoding, with its 95 % interval. α and M are those of the drafts. All were
-    measured on `device` in `dtype`.
+    The speedup is the ratio to plain decoding, with its 95 % interval. α and M are those of the drafts. All figures
+    were measured on `device` in `dtype`.
     """
 
     verdict: VerdictWord = "unmeasured"
@@ -70,7 +70,7 @@ class Measurement(Record):
 
     @property
     def figures(self) -> dict[str, Any]:
-        """Return the fields of this record alone, for another one of the same measurement."""
+        """Return only the fields of `Measurement`, for another record of the same measurement."""
         return {column.name: getattr(self, column.name) for column in fields(Measurement)}
 
 
@@ -78,9 +78,9 @@ class Measurement(Record):
 class LayerSetRecord(Measurement):
     """A stored layer set with its figures and provenance: the object of the CLI, the API and the export file.
 
-    `version` is given by the store; None before it is stored. `evidence` is what the verdict was made of: of each text
-    plain decoding's tokens and seconds, and those with the set. `prompt_state` is the state of its prompts, for the
-    store, which returns `KnownSet`s made of it.
+    `version` is assigned by the store; None before. `evidence` is the data of the verdict: for each text, tokens and
+    seconds of plain decoding and of decoding with the set. `prompt_state` is the mean hidden state of its prompts, from
+    which the store builds `KnownSet`s.
     """
 
     SCHEMA: ClassVar = "swiftopt.layer-set/1"
@@ -107,14 +107,14 @@ class LayerSetRecord(Measurement):
 
     @classmethod
     def adapt(cls, values: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return `values` without what is null, and with the task "default" where there is none."""
+        """Return `values` without nulls, and with the task "default" if there is none."""
         return {"task": DEFAULT_TASK, **{key: value for key, value in values.items() if value is not None}}
 
     @classmethod
     def load(cls, path: Path) -> LayerSetRecord:
         """Return the layer set of an exported file, without its version in another store.
 
-        Raises: FileNotFound: no such file. LayerSetError: it holds no layer set.
+        Raises: FileNotFound: no such file. LayerSetError: it contains no layer set.
         """
         return cls._read_set_file(_read_set(path), path)
 
@@ -152,11 +152,11 @@ class LayerSetList(Record):
 
 @dataclass(frozen=True, slots=True)
 class LearnedRecord(Record):
-    """Trained heads or a trained probe; `version` is given by the store, counted per model, task and kind.
+    """Trained heads or a trained probe; the store assigns `version`, counted per model, task and kind.
 
-    `depths` are the layers run before each head, or the probe's one depth; `figures` what training measured (final
-    loss, agreement with the last layer, seconds, tokens); `curve` pairs of (step, loss) for the picture. The weights
-    are stored apart.
+    `depths` are the layers run before each head, or before the probe; `figures` are those of the training (final
+    loss, agreement with the last layer, seconds, tokens); `curve` has pairs of (step, loss) for a chart. The weights
+    are stored separately.
     """
 
     SCHEMA: ClassVar = "swiftopt.learned/1"
@@ -184,10 +184,11 @@ FOUND_SET_SETTINGS: Mapping[str, Any] = {"draft_format": STORED}
 class Plan(Measurement):
     """How to decode for a model and task: a method of `decoding.methods`, and what it needs.
 
-    `learned` are the heads or the probe that the method reads; `draft_model` the name of the smaller model that drafts
-    (None: the target without the layer set's sub-layers, where the method drafts with a model). The figures are those
-    of the comparison, the verdict or the served requests that made the plan, not of an earlier one of its layer set.
-    `engine` is the other engine that it is for, whose settings `settings` then are; None: swiftopt itself.
+    `learned` are the heads or the probe that the method uses; `draft_model` is the name of the smaller model that
+    drafts (None: if the method drafts with a model, that is the target without the layer set's sub-layers). The
+    figures come from the comparison, the verdict or the served requests that created the plan, not from an earlier
+    measurement of its layer set. `engine` names another engine that the plan is for, and `settings` are then that
+    engine's; None: swiftopt itself.
     """
 
     method: str
@@ -199,15 +200,15 @@ class Plan(Measurement):
 
     @property
     def usual_alias(self) -> str:
-        """Return what lookups ask for to find such plans: `best`, or the name of the engine that they are for."""
+        """Return the alias under which lookups find such plans: `best`, or the name of their engine."""
         return self.engine or "best"
 
 
 @dataclass(frozen=True, slots=True)
 class FoundPlan(Record):
-    """A lookup's answer; `fallback` says in words what differs from what was asked, None for an exact hit.
+    """A lookup's result; `fallback` describes how it differs from the request, None for an exact match.
 
-    `alias` None: the version itself was asked for.
+    `alias` None: a version was requested by its number.
     """
 
     SCHEMA: ClassVar = "swiftopt.plan/1"
@@ -222,9 +223,9 @@ class FoundPlan(Record):
 
 @dataclass(frozen=True, slots=True)
 class PlanInUse(Measurement):
-    """What commands decode a task with: the plan that a lookup finds, without what it needs to run.
+    """The plan that commands use for a task, as a lookup finds it, without its layer set, heads and settings.
 
-    `version` None: none is stored. The figures are those of the drafts, also where the verdict is to leave them out.
+    `version` None: none is stored. The figures are those of the drafts, even if the verdict is to decode plainly.
     """
 
     COMPUTED: ClassVar = ("sentence",)
@@ -241,18 +242,18 @@ class PlanInUse(Measurement):
 
     @property
     def drafts(self) -> bool:
-        """Whether commands draft with it."""
+        """Whether commands decode with its drafts."""
         return self.version is not None and self.verdict == "use"
 
     @property
     def brief(self) -> str:
-        """Return in a word or two what commands decode with: the plan's version and ratio, or `plain`."""
+        """Return a short description of the plan: its version and ratio, or `plain`."""
         ratio = "" if self.measured_speedup is None else f" {self.measured_speedup:.2f}x"
         return f"v{self.version}{ratio}" if self.drafts else "plain"
 
     @property
     def sentence(self) -> str:
-        """Return for a person how commands decode the task, with the figures that decided it."""
+        """Return a sentence on how commands decode the task, with the figures that decided it."""
         figures = "" if self.measured_speedup is None else f"measured {self.measured_speedup:.2f}x"
         if figures and self.measured_interval is not None:
             figures += f", 95 % {self.measured_interval[0]:.2f} to {self.measured_interval[1]:.2f}"
@@ -275,8 +276,8 @@ class PlanInUse(Measurement):
 class PlanVersion:
     """A stored plan among the versions of its model and task.
 
-    `names` are the model's, the shortest first, its fingerprint last where it is known. `best_for` lists the device,
-    dtype and time since which its usual alias means this version there. `created_at` None: the time is not stored.
+    `names` are the model's names, the shortest first, its fingerprint last if known. `best_for` lists each device and
+    dtype for which the usual alias points to this version, and since when. `created_at` None: the time is not stored.
     """
 
     names: tuple[str, ...]
@@ -289,12 +290,12 @@ class PlanVersion:
 
     @property
     def model(self) -> str:
-        """Return the name to look it up by."""
+        """Return the model name for lookups."""
         return self.names[0]
 
     @property
     def own_set(self) -> LayerSetRecord | None:
-        """Return the layer set that the plan was stored with; None where it took one over, or needs none."""
+        """Return the layer set stored together with the plan; None if the plan refers to another's, or needs none."""
         record = self.plan.layer_set
         is_own = record is not None and (record.version, record.task) == (self.version, self.task)
         return record if is_own else None
@@ -325,7 +326,7 @@ def import_file(path: str | Path, n_layers_of: Callable[[str], int | None]) -> l
 
     The latter is {"MODEL_TASK": {"attention": [..], "mlp": [..]}}.
 
-    Args:   n_layers_of: number of layers of a model by its name, which a published file does not say; None: unknown.
+    Args:   n_layers_of: returns a model's number of layers, which a published file does not contain; None: unknown.
     Raises: FileNotFound: no such file. LayerSetError: it cannot be read, a layer is out of range, or a depth is
         unknown.
     """
@@ -334,7 +335,7 @@ def import_file(path: str | Path, n_layers_of: Callable[[str], int | None]) -> l
     if "schema" in values:
         return [LayerSetRecord._read_set_file(values, path)]
     if not values:
-        raise LayerSetError(f"{path} holds no layer set: expected an exported one or SWIFT's skip_layers.json")
+        raise LayerSetError(f"{path} contains no layer set: expected an exported one or SWIFT's skip_layers.json")
     return [_read_published_set(path, key, value, n_layers_of) for key, value in values.items()]
 
 
@@ -345,21 +346,21 @@ def _read_set(path: Path) -> dict[str, Any]:
 def read_object(path: Path, what: str, kind: type[InvalidInput] = InvalidInput, otherwise: str = "") -> dict[str, Any]:
     """Return the JSON object of a file, which should hold `what`.
 
-    Args:   otherwise: ends the sentence where there is no such file: another way than to check its path.
-    Raises: FileNotFound: no such file. `kind`: it cannot be read, or holds none.
+    Args:   otherwise: further advice for the error if there is no such file.
+    Raises: FileNotFound: no such file. `kind`: it cannot be read, or contains no object.
     """
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise FileNotFound(f"there is no file {path} with {what}: check the path{otherwise}") from error
     except OSError as error:
-        raise kind(f"{path} cannot be read ({error.strerror}): check that it is a file you may read") from error
+        raise kind(f"{path} cannot be read ({error.strerror}): check that it is a readable file") from error
     except UnicodeDecodeError as error:
         raise kind(f"{path} is not UTF-8 text: expected one JSON object with {what}") from error
     except (ValueError, RecursionError) as error:
         raise kind(f"{path} is not JSON ({error}): expected one object with {what}") from error
     if not isinstance(values, dict):
-        raise kind(f"{path} holds a {type(values).__name__}: expected one JSON object with {what}")
+        raise kind(f"{path} contains a {type(values).__name__}: expected one JSON object with {what}")
     return values
 
 
@@ -368,9 +369,9 @@ def _read_published_set(path: Path, key: str, value: Any, n_layers_of: Callable[
     # Example: key "llama-2-13b_chat_cnndm" is model "llama-2-13b-chat" and task "cnndm".
     model = model.replace("_", "-")
     if not model or not task:
-        raise LayerSetError(f"{path}: key {key!r} is no MODEL_TASK: name the model and the task in it")
+        raise LayerSetError(f"{path}: key {key!r} is not of the form MODEL_TASK: use the names of model and task")
     if not isinstance(value, dict) or set(value) != {"attention", "mlp"}:
-        raise LayerSetError(f'{path}: key {key!r} is no layer set: expected {{"attention": [..], "mlp": [..]}}')
+        raise LayerSetError(f'{path}: key {key!r} is not a layer set: expected {{"attention": [..], "mlp": [..]}}')
     n_layers = n_layers_of(model)
     if n_layers is None:
         raise LayerSetError(f"{path}: the number of layers of {model!r} is unknown: pass --n-layers")
@@ -392,9 +393,9 @@ class KnownSet:
 
 
 def nearest(known_sets: Iterable[KnownSet], state: State, n_sets: int) -> list[LayerSet]:
-    """At most `n_sets` different sets, those first whose prompts' states have the largest cosine with `state`.
+    """At most `n_sets` different sets, ordered by decreasing cosine of their prompts' state with `state`.
 
-    Sets of states of another size, as another model's are, are left out.
+    Sets whose state has another size (from another model) are skipped.
     """
     comparable = [candidate for candidate in known_sets if len(candidate.state) == len(state)]
     comparable.sort(key=lambda candidate: sum(map(mul, candidate.state, state)), reverse=True)
@@ -402,20 +403,20 @@ def nearest(known_sets: Iterable[KnownSet], state: State, n_sets: int) -> list[L
 
 
 def unit(values: Sequence[float]) -> State:
-    """The vector of length 1 in that direction; zeros stay zeros."""
+    """The vector scaled to length 1; a zero vector stays zero."""
     norm = sqrt(sum(map(mul, values, values)))
     return tuple(value / norm for value in values) if norm else tuple(values)
 
 
 def pack_state(state: State) -> bytes:
-    """In single precision, little-endian."""
+    """Return the state as bytes, in single precision, little-endian."""
     return struct.pack(f"<{len(state)}f", *state)
 
 
 def unpack_state(data: bytes) -> State:
     """Inverse of `pack_state`.
 
-    Raises: ValueError: these bytes are no such state.
+    Raises: ValueError: the bytes are not a packed state.
     """
     if len(data) % 4:
         raise ValueError(f"a state has four bytes per value, but there are {len(data)} bytes")
@@ -423,5 +424,5 @@ def unpack_state(data: bytes) -> State:
 
 
 def round_to_single(state: Sequence[float]) -> State:
-    """The values as `pack_state` keeps them, so that a search that continues from a checkpoint computes the same."""
+    """The values as rounded by `pack_state`, so that a search resumed from a checkpoint computes the same."""
     return unpack_state(pack_state(tuple(state)))

@@ -1,4 +1,4 @@
-"""What callers ask for, `swiftopt tune`, `generate`, `compare` and `serve` among them, and the jobs that do it."""
+"""Requests of callers, such as `swiftopt tune`, `generate`, `compare` and `serve`, and the records of jobs."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ PEERS: Mapping[str, str] = {
     "hf-lookup": "transformers, prompt lookup",
     "hf-assisted": "transformers, draft model",
 }
-# The text that a token adds, or its bytes where they are not valid UTF-8 on their own.
+# The text that a token adds, or its bytes if they are not valid UTF-8 on their own.
 Piece = str | list[int]
 
 # Method names in result files of earlier versions, with their current names.
@@ -38,9 +38,9 @@ EARLIER_NAMES = {"hf-assistant": "hf-assisted"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelRequest(Settings):
-    """What every request says: the model, how it is loaded (`models.loading.load`), and how tokens are taken from it.
+    """Common part of all requests: the model, how it is loaded (`models.loading.load`), and how tokens are sampled.
 
-    `task` chooses the stored plan, or is what a new one is stored under.
+    `task` selects the stored plan, or names the task of a new one.
     """
 
     NAME: ClassVar = "the request"
@@ -58,9 +58,9 @@ class ModelRequest(Settings):
 class TuneRequest(ModelRequest):
     """Tune `model` on the prompts of `stream` (a path, or "-" for standard input).
 
-    `form` says how its lines become prompts; `task` names the task of lines that have none (default: the file's stem);
-    `out` is where completions go, one JSON object per line (None: a file in the user's data folder); `limit` takes only
-    the first prompts; `concurrency` prompts are decoded at once.
+    `form` defines how its lines become prompts; `task` is the task of lines that name none (default: the file's stem);
+    `out` is the file of completions, one JSON object per line (None: a file in the user's data folder); `limit` uses
+    only the first prompts; `concurrency` prompts are decoded at once.
     """
 
     NAME: ClassVar = "a tuning job"
@@ -77,10 +77,10 @@ class TuneRequest(ModelRequest):
 class GenerateRequest(ModelRequest):
     """Decode with `model`: the values of `swiftopt generate`.
 
-    `task` None: the prompt's own task; `method`, a name of `decoding.methods`, overrules the stored plan (None: what
-    the plan says); `layer_set` takes the place of the stored set, `draft_model` of the plan's; a completion ends before
-    the first of the `stop` strings; `settings` None means those stored with the plan, or the defaults where there is
-    none; `concurrency` prompts are decoded at once.
+    `task` None: the prompt's own task; `method`, a name of `decoding.methods`, overrides the stored plan (None: use
+    the plan); `layer_set` replaces the stored set, and `draft_model` that of the plan; a completion ends before
+    the first of the `stop` strings; `settings` None means those stored with the plan, or the defaults without a plan;
+    `concurrency` prompts are decoded at once.
     """
 
     method: str | None = None
@@ -93,12 +93,12 @@ class GenerateRequest(ModelRequest):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompareRequest(ModelRequest):
-    """Compare `methods` on the same prompts; `plain`, which the others are measured against, always runs.
+    """Compare `methods` on the same prompts; `plain`, the base of the ratios, always runs.
 
-    `methods` are names of `decoding.methods` or PEERS; `settings`, by method, replace defaults; `task` names the plan
-    (None: the stream's task, or "default" where it holds several). The methods of `presets`, names of `core.settings`,
-    run with the presets' settings, and what they need is made by the preset, whatever is stored. Every prompt is
-    decoded `samples` times, with seeds of their own. `keep` stores the report, the plan and what had to be made.
+    `methods` are names of `decoding.methods` or PEERS; `settings`, by method, replace defaults; `task` is the plan's
+    task (None: the stream's task, or "default" if it has several). The methods of `presets`, names of `core.settings`,
+    run with the presets' settings and with parts that the preset trains, whatever is stored. Every prompt is
+    decoded `samples` times, with different seeds. `keep` stores the report, the plan and the parts that were created.
     """
 
     methods: tuple[str, ...] = field(kw_only=False)
@@ -112,24 +112,24 @@ class CompareRequest(ModelRequest):
         Settings.__post_init__(self)
         peers = [name for name in self.methods if name in PEERS]
         if peers and not self.sampling.greedy:
-            raise SettingsError(f"{peers[0]} runs greedily only: leave it out, or drop --temperature")
+            raise SettingsError(f"{peers[0]} supports only greedy decoding: remove it, or remove --temperature")
         if self.samples > 1 and self.sampling.greedy:
-            raise SettingsError("samples of greedy decoding are all alike: give --temperature, or leave --samples out")
+            raise SettingsError("greedy decoding gives identical samples: use --temperature, or remove --samples")
         if "hf-assisted" in peers and self.draft_model is None:
-            raise SettingsError("hf-assisted drafts with a smaller model: name one with --draft-model, or leave it out")
+            raise SettingsError("hf-assisted needs a smaller draft model: use --draft-model, or remove hf-assisted")
 
 
 @dataclass(frozen=True, slots=True)
 class CompletionRequest(Settings):
     """One completion of a served model, as the HTTP process requests it from the model's engine.
 
-    The prompt is `token_ids`, else `messages` for the chat template, with `tools` and the template's own `template`
-    values, else `text`, with the tokenizer's `special_tokens` or without; with `echo` the answer begins with it. `task`
-    None: the one with the nearest prompts; `method` overrules the plan, `version` names a stored one; without `learn`
-    nothing is tried on it; `max_new_tokens` None: as many as the context has room for, 0: the prompt is only read;
-    `logprobs`: of each token, with so many alternatives, None: not wanted; with `trace` the answer names the source of
-    each token; `json_schema` constrains the text; one of the tools at the places `forced` has to be called;
-    `prediction` is text that is expected. Only requests of one `salt` share what was read of a prompt.
+    The prompt is `token_ids`; or `messages` for the chat template, with `tools` and the template's own `template`
+    values; or `text`, with or without the tokenizer's `special_tokens`. With `echo` the answer begins with the prompt.
+    `task` None: the task with the nearest prompts; `method` overrides the plan, `version` selects a stored one; without
+    `learn` nothing is tried on the request; `max_new_tokens` None: as many as the context allows, 0: only read the
+    prompt; `logprobs`: number of alternatives per token, None: no log probabilities; with `trace` the answer names the
+    source of each token; `json_schema` constrains the text; `forced` are indices of tools of which one must be called;
+    `prediction` is the expected text. Only requests with the same `salt` share kept prefixes.
     """
 
     NAME: ClassVar = "the request"
@@ -160,15 +160,15 @@ class CompletionRequest(Settings):
 
 
 def owner_of(salt: str) -> str:
-    """Return the name of the API key that a salt begins with; "" where there are no keys."""
+    """Return the name of the API key at the start of a salt; "" without keys."""
     name, colon, _ = salt.partition(":")
     return name if colon else ""
 
 
 def settled_length(text: str, stop_strings: Sequence[str], n_free: int = 0) -> int:
-    """Return the length of the part of `text` that no stop string, found or begun at its end, can cut.
+    """Return the length of the part of `text` that no stop string can cut, complete or begun at the end of `text`.
 
-    Args: n_free: characters within which a stop string may end without cutting anything.
+    Args: n_free: number of first characters in which a stop string may end without effect.
     """
     length = len(text)
     for stop in stop_strings:
@@ -189,11 +189,11 @@ def settled_length(text: str, stop_strings: Sequence[str], n_free: int = 0) -> i
 class ServedModel(Record):
     """A model that a server decodes with, and how its engine runs it.
 
-    `path` is what is loaded, `name` what clients call it; `concurrency` requests run at once, their keys and values in
-    `memory` bytes (None: half of what is free); with `tune` the engine learns from what it serves. `keep_prompts` is a
-    file that prompts are appended to, as lines of a stream. Finished answers, which drafts may repeat, take up to
-    `corpus_mb` MiB; `keep_corpus` is a folder where they are stored, too. `keep_prefixes` is a folder where keys and
-    values of texts are stored, up to `prefixes_gb` GB.
+    `path` is the model to load, `name` its name for clients; `concurrency` requests run at once, with their keys and
+    values in `memory` bytes (None: half of the free memory); with `tune` the engine learns from its requests.
+    `keep_prompts` is a file to which prompts are appended, as lines of a stream. Finished answers, as sources of
+    drafts, take up to `corpus_mb` MiB; `keep_corpus` is a folder to store them, too. `keep_prefixes` is a folder for
+    keys and values of texts, up to `prefixes_gb` GB.
     """
 
     name: str
@@ -230,11 +230,11 @@ Promotion = Literal["always", "if none", "never"]
 
 STATES: tuple[JobState, ...] = get_args(JobState)
 VERB_HELP: Mapping[Verb, str] = {
-    "pause": "Let a job rest: a running one saves where it is and frees its device at its next step.",
-    "resume": "Let a paused job go on: it is queued again, and goes on from where it was.",
-    "stop": "End a job with the best found so far: it succeeds at its next step, with the layer sets that it has.",
-    "cancel": "End a job without a result: the completions it has finished are kept.",
-    "retry": "Queue a failed or cancelled job again: it goes on from its last checkpoint.",
+    "pause": "Pause a job: a running one saves a checkpoint and frees its device at its next step.",
+    "resume": "Resume a paused job: it is queued again, and continues from its checkpoint.",
+    "stop": "End a job with the best result so far: it succeeds at its next step, with the layer sets that it has.",
+    "cancel": "End a job without a result: its finished completions are kept.",
+    "retry": "Queue a failed or cancelled job again: it resumes from its last checkpoint.",
 }
 VERBS: tuple[Verb, ...] = tuple(VERB_HELP)
 END_STATES: tuple[JobState, ...] = ("succeeded", "failed", "cancelled")
@@ -246,13 +246,13 @@ LINES_FROM = ("stream", "form", "out", "task", "limit")
 
 
 def worker_command(queue: str) -> str:
-    """Return the command that starts a worker of a queue, as hints name it."""
+    """Return the command that starts a worker of a queue, for hints."""
     option = "" if queue == DEFAULT_QUEUE else f" --queue {queue}"
     return f"`swiftopt worker{option}`"
 
 
 def tune_command(model: str, task: str) -> str:
-    """Return the command that tunes a model for a task, as a shell reads it."""
+    """Return the shell command that tunes a model for a task."""
     return shlex.join(["swiftopt", "tune", "--model", model, "--stream", "FILE", "--task", task])
 
 
@@ -272,20 +272,20 @@ class Delivery(Lease):
 
     @property
     def id(self) -> str:
-        """Its name in the queue: every attempt has its own."""
+        """Its name in the queue, unique to the attempt."""
         return f"{self.job}-a{self.attempt}"
 
 
 @dataclass(frozen=True, slots=True)
 class Job(Record):
-    """A job's row. `queue` None: it runs in the process that began it, and no worker may take it.
+    """A job's row. `queue` None: it runs in the process that started it, and no worker may take it.
 
-    `obstacle` says why a queued job does not run; a server tells it of single jobs, and the row knows nothing of it.
+    `obstacle` is the reason why a queued job does not run; only a server's answer about a single job has it.
 
-    `attempt` is the one that is queued or running; `request` is `TuneRequest.to_json()`; `progress` the latest figures,
-    as in the event of that name; times are UTC, ISO 8601. `n_outputs` counts finished completions; `layer_sets` are
-    what the job stored: one per task, and one more after where an interrupted run was retried. `plans` say what is in
-    use for each of these tasks.
+    `attempt` is the number of the queued or running attempt; `request` is `TuneRequest.to_json()`; `progress` has the
+    latest figures, as in the event of that name; times are UTC, ISO 8601. `n_outputs` counts finished completions;
+    `layer_sets` are those that the job stored: one per task, and one more if an interrupted run was retried. `plans`
+    are the plans in use for each of these tasks.
     """
 
     SCHEMA: ClassVar = "swiftopt.job/1"
@@ -319,7 +319,7 @@ class Job(Record):
 
     @property
     def is_finished(self) -> bool:
-        """Whether it has ended and nothing but `retry` changes it any more."""
+        """Whether it has ended, so that only `retry` can change it."""
         return self.state in END_STATES
 
     @property
@@ -329,7 +329,7 @@ class Job(Record):
 
     @property
     def figures(self) -> Progress | None:
-        """The latest figures of a job that runs; None if it left none, or a newer swiftopt did."""
+        """The latest figures of a running job; None if there are none, or a newer swiftopt wrote them."""
         if self.progress is None or self.is_finished:
             return None
         event = JobEvent(0, "progress", self.progress, "").event
@@ -347,7 +347,7 @@ class JobEvent(Record):
 
     @property
     def event(self) -> Event | None:
-        """The event as it was reported; None for one that cannot be read, such as a newer swiftopt's."""
+        """The event; None if it cannot be read, for example because a newer swiftopt wrote it."""
         with suppress(StoreError):
             return event_from_json(self.type, self.data)
         return None
@@ -355,7 +355,7 @@ class JobEvent(Record):
 
 @dataclass(frozen=True, slots=True)
 class JobSpec:
-    """What is submitted. `lines` is the stream as JSON Lines, every line with its task; `stream` its SHA-256."""
+    """A job to submit. `lines` is the stream as JSON Lines, every line with its task; `stream` its SHA-256."""
 
     kind: JobKind
     queue: str | None
@@ -367,7 +367,7 @@ class JobSpec:
 
     @property
     def fingerprint(self) -> str:
-        """Hex SHA-256 over what decides the result; two unfinished jobs never share one."""
+        """Hex SHA-256 over everything that determines the result; two unfinished jobs never share one."""
         values = {key: value for key, value in self.request.items() if key not in LINES_FROM}
         return hashlib.sha256(
             json.dumps([self.kind, self.queue, values, self.stream], sort_keys=True).encode()
@@ -386,7 +386,7 @@ class JobList(Record):
 
 @dataclass(frozen=True, slots=True)
 class EventPage(Record):
-    """Events of a job; ask again for those after `next_after`."""
+    """A page of a job's events; the next page starts after `next_after`."""
 
     SCHEMA: ClassVar = "swiftopt.events/1"
     ERROR: ClassVar = StoreError
@@ -396,9 +396,9 @@ class EventPage(Record):
 
 
 class JobBoard(Protocol):
-    """Where jobs are submitted, seen and steered: the database and queue themselves, or a server over HTTP.
+    """Interface to submit, list and control jobs: directly in database and queue, or on a server over HTTP.
 
-    Raises: NotFound, Conflict, StoreError, ServiceUnreachable: as the place has it.
+    Raises: NotFound, Conflict, StoreError, ServiceUnreachable: depending on the implementation.
     """
 
     def submit(
@@ -408,22 +408,22 @@ class JobBoard(Protocol):
         queue: str = DEFAULT_QUEUE,
         idempotency_key: str | None = None,
     ) -> tuple[Job, bool]:
-        """The job for the request on these prompts, and whether it is new."""
+        """Submit a request on these prompts; return its job, and whether the job is new."""
 
     def get(self, job: str) -> Job:
-        """One job as it is now."""
+        """The current state of one job."""
 
     def latest(self, state: JobState | None = None, limit: int = 100) -> list[Job]:
         """The newest jobs first."""
 
     def act(self, job: str, verb: Verb) -> Job:
-        """Pause, resume, stop, cancel or retry; the job as it is then."""
+        """Pause, resume, stop, cancel or retry a job; return its new state."""
 
     def obstacle(self, job: Job) -> str | None:
-        """Why a queued job does not run, in a sentence; None for other jobs, and where somebody can take it."""
+        """The reason why a queued job does not run, as a sentence; None for other jobs, or if a worker can take it."""
 
     def events(self, job: str, after: int = 0, limit: int = 1000) -> list[JobEvent]:
-        """What the job reported after event number `after`, oldest first."""
+        """The job's events after event number `after`, oldest first."""
 
     def outputs(self, job: str) -> list[PromptFinished]:
         """The finished completions in the order of the stream."""

@@ -1,6 +1,6 @@
 """Conversion of records to JSON and back by their annotations, with pydantic, which is imported on first use.
 
-A record is a frozen dataclass that inherits from `Record`. What its annotations do not say is in a field's metadata
+A record is a frozen dataclass that inherits from `Record`. Rules beyond its annotations are in a field's metadata
 (`ge`, `le`, `exclude`, `description`: the arguments of `pydantic.Field`), in one of the forms below, or in the class
 variables of `Record`.
 """
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 LARGEST = 2**63 - 1  # Largest integer that every supported database can store.
 WORDS = {  # Regular expressions for pydantic's wording, and what error messages say instead.
-    "a valid string, unable to parse raw data .*": "a text of whole characters",  # It has half of a surrogate pair.
+    "a valid string, unable to parse raw data .*": "a text of whole characters",  # It has a lone surrogate.
     ", (unable to|got a) .*": "",  # Drop details of the parser.
     "a valid integer": "a whole number",
     "a valid number": "a number",
@@ -54,7 +54,7 @@ def kinds_by_name(kinds: Iterable[Any], separator: str) -> dict[str, Any]:
 class Record:
     """Base of the dataclasses that files, database rows, command line and HTTP exchange as JSON objects.
 
-    Numbers, texts and booleans are read strictly: nothing is converted but a whole number to a float.
+    Numbers, texts and booleans are read strictly: the only conversion is from an integer to a float.
     """
 
     __slots__ = ()
@@ -64,7 +64,7 @@ class Record:
     SCHEMA: ClassVar[str] = ""
     # Name of a field whose keys are merged into the record's own JSON object.
     FLAT: ClassVar[str] = ""
-    COMPUTED: ClassVar[tuple[str, ...]] = ()  # Properties that are written to JSON as well.
+    COMPUTED: ClassVar[tuple[str, ...]] = ()  # Properties that are also written to JSON.
     # Reading refuses an object that lacks any key, even one whose field has a default.
     COMPLETE: ClassVar[bool] = False
     ERROR: ClassVar[type[SwiftoptError]] = InvalidInput  # Class of the errors that `from_json` raises.
@@ -95,7 +95,7 @@ class Record:
 
     @classmethod
     def adapt(cls, values: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return the object to read in place of `values`; overridden where others may leave more out."""
+        """Return the object to read instead of `values`; overridden by records that accept more incomplete objects."""
         return values
 
     @classmethod
@@ -167,7 +167,7 @@ class Record:
 
 
 class Settings(Record):
-    """Base of records whose values are checked when they are built: words, and numbers with `ranged` fields.
+    """Base of records whose values are checked when they are built: choices, and numbers in `ranged` fields.
 
     Raises: SettingsError: a value is out of its range.
     """
@@ -285,7 +285,7 @@ def adapter(kind: Any) -> TypeAdapter[Any]:
 
 
 def sentence(error: ValidationError, where: str, kind: type[Any]) -> str:
-    """Return the first of the errors as a sentence: where, what, what to do."""
+    """Return the first error as a sentence: where, what, what to do."""
     first_error = error.errors(include_url=False)[0]
     path = [str(part) for part in first_error["loc"] if part != getattr(kind, "FLAT", "")]
     field_names = [field.name for field in dataclasses.fields(kind)] if len(path) == 1 else []
@@ -318,11 +318,11 @@ def explain_body_error(errors: Sequence[Mapping[str, Any]], body: Any) -> tuple[
 
     Args: errors: pydantic's errors, each with its `loc` within the body.
 
-    Where a value fits none of several types, the sentence is about the one that it comes nearest to, or names them all.
+    If a value fits none of several types, the sentence describes the nearest one, or names them all.
     """
     first_error, depth = errors[0], len(_body_path(body, errors[0]))
     if first_error["type"] == "missing" and not first_error["loc"]:
-        return "there is no body: send one JSON object", "", [first_error]
+        return "the body is empty: send one JSON object", "", [first_error]
     # The value fits no type of a union: the rest of `loc` is pydantic's name of the type it tried.
     if depth < len(first_error["loc"]) and first_error["loc"][-1] != KEY:
         prefix = first_error["loc"][:depth]
@@ -359,7 +359,7 @@ def explain_body_error(errors: Sequence[Mapping[str, Any]], body: Any) -> tuple[
 
 
 def _body_path(body: Any, error: Mapping[str, Any]) -> tuple[str | int, ...]:
-    """Return the part of an error's location that are keys and indices of the body."""
+    """Return the part of an error's location that consists of keys and indices of the body."""
     path, value = list[str | int](), body
     for path_part in error["loc"]:
         is_key = isinstance(value, Mapping) and path_part in value
@@ -385,15 +385,15 @@ def _advice(message: str) -> str:
 
 
 def shorten(value: Any) -> str:
-    """Return a value as JSON has it, cut to 80 characters; texts in single quotes, as errors name them."""
-    # Cut first: writing values of megabytes is slow.
+    """Return a value as JSON, cut to 80 characters; texts are in single quotes, as in error messages."""
+    # Cut first, because serialising values of megabytes is slow.
     value = value[:80] if isinstance(value, list | str) else value
     text = repr(value) if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=repr)
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def check_json(fields: Mapping[str, Any]) -> None:
-    """Check that an answer can repeat the fields of a request.
+    """Check that the fields of a request can be repeated in an answer.
 
     Raises: InvalidInput: a number or a text in one of them cannot be written as JSON, or its nesting is too deep.
     """
@@ -401,16 +401,18 @@ def check_json(fields: Mapping[str, Any]) -> None:
         try:
             json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
         except UnicodeEncodeError:
-            problem = f"{name} has half of a character (a surrogate without the other): send whole ones"
+            problem = f"{name} has a lone surrogate, half of a character: send whole characters"
             raise InvalidInput(problem, name) from None
         except RecursionError:
             raise InvalidInput(f"{name} is nested too deeply: send it with fewer levels", name) from None
         except ValueError:
-            raise InvalidInput(f"{name} has a number that JSON lacks (NaN or infinity): leave it out", name) from None
+            raise InvalidInput(
+                f"{name} has a number that JSON cannot represent (NaN or infinity): remove it", name
+            ) from None
 
 
 def schemas_in(schema: Any) -> Iterator[dict[str, Any]]:
-    """Yield a schema of pydantic's core and all that are within it; each may be changed when it is yielded."""
+    """Yield a pydantic core schema and all schemas within it; the caller may change each one as it is yielded."""
     if isinstance(schema, dict):
         yield schema
         schema = list(schema.values())

@@ -1,4 +1,4 @@
-"""What can be set: SWIFT's settings, each default once (SWIFT appendix B.2), presets, weight formats, threads."""
+"""Settings: SWIFT's, with their defaults (SWIFT appendix B.2), presets, weight formats, threads."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .wings import load, wings
 # Weight formats for parts of a draft, besides the model's own format.
 Format = Literal["int8", "fp8", "int4", "int4-64", "int4-32"]
 FORMATS: tuple[str, ...] = get_args(Format)
-FP8_ON_CPU = "our kernels for a CPU do not read fp8: draft in int8 or int4"
+FP8_ON_CPU = "our CPU kernels do not support fp8: draft in int8 or int4"
 # Weights per scale in format "int4"; "int4-64" and "int4-32" have the group size in their name.
 GROUP = 128
 # Names of other inference engines in `export --to`, `tune --engine` and lookups.
@@ -155,11 +155,11 @@ def candidates_at(branching: Branching, confidence: float) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Preset:
-    """How a paper decodes: by `method`, with `settings` in place of its defaults; `source` is their place in papers.
+    """A paper's configuration: `method` with `settings` in place of its defaults; `source` is the place in the paper.
 
-    `making` are settings by which what the method needs is made: of `TuningSettings` where that is searched while
-    decoding (`is_tuned`), else of the maker of that part. `sampling`: how the paper warps the model's distribution, for
-    its method and for all that are compared with it.
+    `making` are the settings for creating the parts that the method needs: those of `TuningSettings` if the layer set
+    is searched during decoding (`is_tuned`), otherwise those of the part's maker. `sampling` is how the paper warps the
+    model's distribution, for its method and for all methods compared with it.
     """
 
     method: str
@@ -170,12 +170,12 @@ class Preset:
 
     @property
     def is_tuned(self) -> bool:
-        """Whether its layer set is searched while a stream is decoded."""
+        """Whether its layer set is searched during the decoding of a stream."""
         return self.method == "swift"
 
     @property
     def tuning(self) -> dict[str, Any]:
-        """Every value of `TuningSettings` by name, of a preset that `is_tuned`."""
+        """All values of `TuningSettings` by name, for a preset that `is_tuned`."""
         return {**asdict(SwiftSettings()), **self.settings, **self.making}
 
 
@@ -214,7 +214,7 @@ def presets() -> Mapping[str, Preset]:
 
 
 def preset_of(name: str) -> Preset:
-    """Find a preset, as `look_up`."""
+    """Return a preset by name; errors as in `look_up`."""
     return look_up("preset", name, presets())
 
 
@@ -222,10 +222,10 @@ def preset_of(name: str) -> Preset:
 
 
 def group_size(name: str, width: int) -> int | None:
-    """Weights of a row of `width` that share a scale; None where the whole row does (int8, fp8).
+    """Number of weights that share a scale in a row of `width`; None if the whole row does (int8, fp8).
 
-    A width that the format's group does not divide takes the next smaller group that does; one that 32 does not divide
-    is int8.
+    If the format's group size does not divide the width, the next smaller one that does is used; if 32 does not divide
+    it, the row is int8.
     """
     if name in ("int8", "fp8"):
         return None
@@ -234,23 +234,23 @@ def group_size(name: str, width: int) -> int | None:
 
 
 def check_formats(formats: tuple[tuple[str, str], ...], n_layers: int) -> None:
-    """Raises: LayerSetError: a part or a format is not known."""
+    """Raises: LayerSetError: a part or a format is unknown."""
     for part, name in formats:
         if not _PART.fullmatch(part) or int(part.partition(":")[2] or 0) >= n_layers:
             raise LayerSetError(
-                f"there is no {part!r} to quantise in {n_layers} layers: use attn, mlp, attn:3, mlp:3 or head"
+                f"{part!r} cannot be quantised in a model of {n_layers} layers: use attn, mlp, attn:3, mlp:3 or head"
             )
         if name not in (*FORMATS, STORED):
             raise LayerSetError(f"{part} cannot be {name!r}: known formats are {', '.join(FORMATS)} and {STORED}")
 
 
 def check_experts(experts: tuple[tuple[str, int], ...], n_layers: int) -> None:
-    """Raises: LayerSetError: a part is not known, or a number is negative."""
+    """Raises: LayerSetError: a part is unknown, or a number is negative."""
     for part, number in experts:
         if not re.fullmatch(r"mlp(:\d+)?", part) or int(part.partition(":")[2] or 0) >= n_layers:
-            raise LayerSetError(f"there are no experts of {part!r} in {n_layers} layers: use mlp or mlp:3")
+            raise LayerSetError(f"{part!r} has no experts in a model of {n_layers} layers: use mlp or mlp:3")
         if number < 0:
-            raise LayerSetError(f"a token cannot take {number} experts of {part}: use 0 or more")
+            raise LayerSetError(f"a token cannot use {number} experts of {part}: use 0 or more")
 
 
 def check_absent(absent: tuple[str, ...], n_layers: int) -> None:
@@ -261,7 +261,7 @@ def check_absent(absent: tuple[str, ...], n_layers: int) -> None:
 
 
 def cpu_words(key: str) -> str:
-    """Return what Linux says of the processor under a key, such as "model name"; empty where it cannot be read."""
+    """Return an entry of Linux's /proc/cpuinfo, such as "model name"; empty if it cannot be read."""
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as lines:
             return next((line.split(":", 1)[1].strip() for line in lines if line.startswith(key)), "")
@@ -270,7 +270,7 @@ def cpu_words(key: str) -> str:
 
 
 def usable_cores() -> int:
-    """Processors that this process may use, a container's quota counted in."""
+    """Number of processors that this process may use, limited by a container's quota."""
     n_affine = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     try:
         quota, period = QUOTA.read_text(encoding="ascii").split()
@@ -280,21 +280,21 @@ def usable_cores() -> int:
 
 
 def n_threads() -> int:
-    """SWIFTOPT_THREADS, else OMP_NUM_THREADS, else one per usable core.
+    """SWIFTOPT_THREADS, or else OMP_NUM_THREADS, or else one per usable core.
 
-    Raises: SettingsError: SWIFTOPT_THREADS is no number from 1 to 255.
+    Raises: SettingsError: SWIFTOPT_THREADS is not a number from 1 to 255.
     """
     requested = os.environ.get(THREADS)
     if requested is None:
         omp_threads = os.environ.get("OMP_NUM_THREADS", "")
         return min(int(omp_threads) if omp_threads.isdecimal() and int(omp_threads) > 0 else usable_cores(), 255)
     if not requested.isdecimal() or not 1 <= int(requested) <= 255:
-        raise SettingsError(f"{THREADS} is {requested!r}: give a number of threads from 1 to 255")
+        raise SettingsError(f"{THREADS} is {requested!r}: use a number of threads from 1 to 255")
     return int(requested)
 
 
 def measures_alone() -> bool:
-    """Whether measurements wait for each other and are checked, which the processes of a test suite must not do.
+    """Whether measurements take turns and are checked; false for test suites.
 
     Raises: SettingsError: SWIFTOPT_MEASURING is neither "alone" nor "together".
     """

@@ -32,7 +32,7 @@ from .templates import JUDGES, template_of
 from .types import DEFAULT_TASK, MAX_NAME_LENGTH, Completion, Prompt, check_task
 
 STDIN = "-"
-# Prompts after `limit` that are read as well, for short searches and trainings.
+# Number of prompts after `limit` that are also read, for short searches and trainings.
 N_LEARNED_PROMPTS = 32
 # Each line of a stream has exactly one of these fields.
 FIELDS = ("prompt", "messages", "question", "turns")
@@ -41,15 +41,15 @@ GZIP_SUFFIX = ".gz"
 # Fields of `Prompt` that earlier versions lacked. Empty ones are not hashed, so old streams keep their SHA-256.
 LATER_FIELDS = ("stop", "reference", "sample")
 EXAMPLE = '{"prompt": "..."}'
-EMPTY_STOP = "a stop string is empty, and would end every completion at once: leave it out"
+EMPTY_STOP = "a stop string is empty, and would end every completion at once: remove it"
 
 
 def encodable(value: Any) -> Any:
     """Return the value unchanged. Raises ValueError for a string that UTF-8 or a database cannot hold."""
     if isinstance(value, str) and "\0" in value:
-        raise ValueError("the text holds a NUL character: delete it")
+        raise ValueError("the text contains a NUL character: delete it")
     if isinstance(value, str) and any("\ud800" <= character <= "\udfff" for character in value):
-        raise ValueError("the text holds half of a surrogate pair, which is no text: delete that character")
+        raise ValueError("the text contains a lone surrogate, which is not valid text: delete that character")
     return value
 
 
@@ -62,7 +62,7 @@ def _not_blank(value: Any) -> Any:
 def _id_text(value: Any) -> Any:
     text = str(value) if type(value) is int else encodable(value)
     if isinstance(text, str) and len(text) > MAX_NAME_LENGTH:
-        raise ValueError(f"it has {len(text)} characters: use {MAX_NAME_LENGTH} at most, or leave it out")
+        raise ValueError(f"it has {len(text)} characters: use at most {MAX_NAME_LENGTH}, or remove it")
     return text
 
 
@@ -91,8 +91,8 @@ TEXT_PARTS: Mapping[str, str] = {
 def text_of(content: str | Iterable[Any], path: str = "content", parts: Mapping[str, str] = TEXT_PARTS) -> str:
     """Return the text of a content, which may be a list of parts in OpenAI's form.
 
-    Args:   parts: the types of parts that are read, and where each has its text.
-    Raises: InvalidInput: a part is no text; `param` is its place.
+    Args:   parts: the accepted types of parts, each with the key of its text.
+    Raises: InvalidInput: a part is not text; `param` is its place.
     """
     if isinstance(content, str):
         return content
@@ -100,10 +100,10 @@ def text_of(content: str | Iterable[Any], path: str = "content", parts: Mapping[
     for index, part in enumerate(content):
         part_type = part.get("type") if isinstance(part, Mapping) else None
         if not isinstance(part_type, str) or part_type not in parts:
-            problem = f"{path}[{index}] is of type {part_type!r}: only text is read here, send parts of type text"
+            problem = f"{path}[{index}] is of type {part_type!r}: only text is supported, send parts of type text"
             raise UnsupportedValue(problem, f"{path}[{index}].type")
         if not isinstance(text := part.get(parts[part_type]), str):
-            raise InvalidInput(f"{path}[{index}] has no text: give it one", f"{path}[{index}].{parts[part_type]}")
+            raise InvalidInput(f"{path}[{index}] has no text: add one", f"{path}[{index}].{parts[part_type]}")
         texts.append(text)
     return "".join(texts)
 
@@ -122,7 +122,7 @@ class ChatTurn(Record):
 
 @dataclass(frozen=True, slots=True)
 class StreamLine(Record):
-    """What a line of a stream may say; it has exactly one of `FIELDS`. Other keys are ignored."""
+    """A line of a stream; it has exactly one of `FIELDS`. Unknown keys are ignored."""
 
     ERROR: ClassVar = StreamError
 
@@ -139,12 +139,12 @@ class StreamLine(Record):
 
 @dataclass(frozen=True, slots=True)
 class StreamForm(Settings):
-    """How lines become prompts beyond what they say: as rows of a data set, with examples before them, with an end.
+    """How lines become prompts: optionally as rows of a data set, with examples and stop strings.
 
-    `template` names one of `core.templates`; then the first `shots` rows (None: as many as the template says) are the
-    examples of all others and no prompts. `stop` are strings that end every completion, in addition to the template's.
+    `template` names one of `core.templates`; the first `shots` rows (None: the template's number) are then examples
+    for all others, and not prompts. `stop` are strings that end every completion, in addition to the template's.
 
-    Raises: SettingsError: the template is unknown, there are shots without one, or a stop string is empty.
+    Raises: SettingsError: the template is unknown, there are shots without a template, or a stop string is empty.
     """
 
     NAME: ClassVar = "the stream's form"
@@ -160,20 +160,20 @@ class StreamForm(Settings):
         if self.template is not None:
             template_of(self.template)
         elif self.shots is not None:
-            raise SettingsError("shots are examples of a data set: name its template", "shots")
+            raise SettingsError("shots are examples of a data set: add --template", "shots")
 
 
 def read_stream(
     path: str, default_task: str | None = None, limit: int | None = None, form: StreamForm | None = None
 ) -> list[Prompt]:
-    """The prompts of a JSON Lines file (perhaps in gzip), or of standard input for "-", in their order.
+    """The prompts of a JSON Lines file (optionally gzip), or of standard input for "-", in order.
 
-    `prompt` becomes raw text; `question` and `turns` become turns of the user; `messages` stay whole; `stop` is a
-    string or several. The task is the line's, else `default_task`, else the file's stem ("default" for standard input).
-    The id is the line's, else its number from 1. With `limit`, lines after the first `limit` prompts are not looked at.
+    `prompt` becomes raw text; `question` and `turns` become turns of the user; `messages` are used unchanged; `stop` is
+    one string or several. The task is that of the line, or `default_task`, or the file's stem ("default" for standard
+    input). The id is that of the line, or its number from 1. With `limit`, only the first `limit` prompts are read.
 
-    Raises: StreamNotFound: there is no such file. StreamError: it cannot be read, holds no prompt, or a line is not a
-        prompt. SettingsError: `limit` is below 1.
+    Raises: StreamNotFound: there is no such file. StreamError: it cannot be read, contains no prompt, or a line is not
+        a prompt. SettingsError: `limit` is below 1.
     """
     if limit is not None and limit < 1:
         raise SettingsError(f"limit {limit} is out of range: use 1 or more")
@@ -200,7 +200,7 @@ def read_with_others(
 def parse_stream(
     source: Iterable[bytes], where: str, task: str, limit: int | None = None, form: StreamForm | None = None
 ) -> list[Prompt]:
-    """The prompts of JSON Lines, as `read_stream`; `where` names their origin in errors.
+    """The prompts of JSON Lines, as in `read_stream`; `where` names their origin in errors.
 
     Raises: StreamError: there is no prompt, or a line is not a prompt.
     """
@@ -212,7 +212,7 @@ def parse_stream(
         prompts_read: Iterable[Prompt] = (
             _prompt(_parse_object(line, line_name), number, task, line_name) for number, line_name, line in lines
         )
-        what_is_missing = f"no prompt: write one JSON object per line, such as {EXAMPLE}"
+        what_is_missing = f"no prompt: write one JSON object per line, for example {EXAMPLE}"
     else:
         shots = template_of(form.template).shots if form.shots is None else form.shots
         prompts_read = _row_prompts(lines, task, form.template, shots)
@@ -260,11 +260,11 @@ def _line_values(prompt: Prompt) -> dict[str, Any]:
 def raw_prompt(text: str, task: str, where: str) -> Prompt:
     """Return a single text as a prompt; `where` names its origin in errors.
 
-    Raises: StreamError: it is empty or no text, or the task is no name.
+    Raises: StreamError: it is empty or not text, or the task is not a valid name.
     """
     check_task(task, "the task", StreamError)
     if not text.strip():
-        raise StreamError(f"{where}: the text is empty: write one, or leave {where} out")
+        raise StreamError(f"{where}: the text is empty: write one, or remove {where}")
     try:
         return Prompt("1", task, encodable(text))
     except ValueError as error:
@@ -287,12 +287,12 @@ def _open_stream(path: str) -> Iterator[BinaryIO]:
         yield sys.stdin.buffer
         return
     if not path:
-        raise StreamError("the stream has no name: give a file of prompts, or - for standard input")
+        raise StreamError("the stream has no name: use a file of prompts, or - for standard input")
     target = Path(path)
     # Not `Path.is_dir`, which raises if the path is too long.
     if os.path.isdir(path):
         file_names = sorted(entry.name for entry in target.glob("*.jsonl"))
-        advice = f"name one of its files, such as {file_names[0]}" if file_names else "name a JSON Lines file"
+        advice = f"use one of its files, such as {file_names[0]}" if file_names else "use a JSON Lines file"
         raise StreamNotFound(f"the stream {path} is a folder: {advice}")
     try:
         source = target.open("rb")
@@ -308,12 +308,14 @@ def _open_stream(path: str) -> Iterator[BinaryIO]:
 def _decompress(source: BinaryIO, path: str) -> BinaryIO:
     """Return the decompressed stream of a gzip file.
 
-    Raises: StreamError: it is not a prompt.
+    Raises: StreamError: it is not a gzip file.
     """
     try:
         return io.BytesIO(gzip.decompress(source.read()))
     except (OSError, EOFError, zlib.error) as error:
-        raise StreamError(f"the stream {path} is no gzip file ({error}): unpack it, or check the download") from error
+        raise StreamError(
+            f"the stream {path} is not a gzip file ({error}): unpack it, or check the download"
+        ) from error
 
 
 def _nearest_file(target: Path) -> str:
@@ -322,7 +324,7 @@ def _nearest_file(target: Path) -> str:
     except OSError:
         return f"the folder {target.parent} does not exist either, check the path"
     similar_names = difflib.get_close_matches(target.name, names, n=1, cutoff=0.5)
-    # Without their extensions the names must be similar, too.
+    # The names without their extensions must also be similar.
     similar_names = [name for name in similar_names if difflib.get_close_matches(target.stem, [Path(name).stem])]
     return f"did you mean {target.parent / similar_names[0]}?" if similar_names else "check the path"
 
@@ -336,7 +338,7 @@ def _text_lines(source: Iterable[bytes], where: str) -> Iterator[str]:
             except UnicodeDecodeError as error:
                 raise StreamError(f"{where} line {number} is not UTF-8 text: save the stream as JSON Lines") from error
             if "\0" in text:
-                raise StreamError(f"{where} line {number} holds binary data: save the stream as JSON Lines in UTF-8")
+                raise StreamError(f"{where} line {number} contains binary data: save the stream as JSON Lines in UTF-8")
             yield text
     except OSError as error:
         raise StreamError(f"{where} cannot be read to its end ({error.strerror}): check the file") from error
@@ -346,7 +348,7 @@ def _prompt(values: Mapping[str, Any], number: int, task: str, line_name: str) -
     given_fields = [name for name in FIELDS if values.get(name) is not None]
     if not given_fields:
         similar = [(key, name) for key in values if key not in FIELDS for name in get_close_matches(key, FIELDS, n=1)]
-        advice = f"did you mean {similar[0][1]!r} by {similar[0][0]!r}?" if similar else "give it one of them"
+        advice = f"did you mean {similar[0][1]!r} by {similar[0][0]!r}?" if similar else "add one of them"
         raise StreamError(f"{line_name} has none of the fields {', '.join(FIELDS)}: {advice}")
     if len(given_fields) > 1:
         raise StreamError(f"{line_name} has {' and '.join(repr(name) for name in given_fields)}: keep only one of them")
@@ -377,7 +379,7 @@ def _parse_object(line: str, line_name: str) -> Mapping[str, Any]:
         )
         raise StreamError(f"{line_name} is not valid JSON ({reason}): expected {EXAMPLE}") from error
     if not isinstance(values, dict):
-        raise StreamError(f"{line_name} is no JSON object: write one per line, such as {EXAMPLE}")
+        raise StreamError(f"{line_name} is not a JSON object: write one per line, for example {EXAMPLE}")
     return values
 
 
@@ -391,7 +393,7 @@ def output_line(prompt: Prompt, completion: Completion) -> str:
 
 
 def default_output(stream: str) -> Path:
-    """Return where completions go by default: the user's data folder, named by stream and time."""
+    """Return the default file of completions: in the user's data folder, named by stream and time."""
     stem = "stdin" if stream == "-" else Path(stream).stem
     timestamp = datetime.now(UTC).strftime("%Y%m%dT%H%M%S")
     folder = Path(platformdirs.user_data_dir("swiftopt")) / "completions"
@@ -401,8 +403,8 @@ def default_output(stream: str) -> Path:
 class LineWriter(AbstractContextManager["LineWriter"]):
     """Append whole lines to a file, unbuffered.
 
-    Without `append` the old content is dropped when the first line comes: a run that ends before that keeps it. `what`
-    the lines are and the `option` that names the file are for errors.
+    Without `append` the first line replaces the old content; a run that ends before it leaves the file unchanged.
+    `what` (the kind of lines) and `option` (which names the file) are for error messages.
 
     Raises: OutputError: the file cannot be opened or written; earlier lines stay, and no partial line follows them.
     """
@@ -432,7 +434,7 @@ class LineWriter(AbstractContextManager["LineWriter"]):
         except OSError as error:
             with suppress(OSError):
                 self._file.truncate(size_before)
-            kept_note = f"the {self.n_written} {self._what} before this one are there, " if self.n_written else ""
+            kept_note = f"the {self.n_written} {self._what} before this one are saved, " if self.n_written else ""
             reason = (error.strerror or str(error)).lower()
             raise OutputError(
                 f"cannot write to {self.path}: {reason}; {kept_note}free some space and run again"

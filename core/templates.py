@@ -1,4 +1,4 @@
-"""Rows of the usual data sets as prompts: wording, examples, where an answer ends, and what it is judged by."""
+"""Templates that turn rows of common data sets into prompts: wording, examples, stop strings, judging."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _STEPS = re.compile(r"<<[^>]*>>")  # Calculator annotations in GSM8K answers: <<
 
 @dataclass(frozen=True, slots=True)
 class Template:
-    """How a row is asked: `question` and `answer` are format strings over the row's fields.
+    """How a row becomes a prompt: `question` and `answer` are format strings over the row's fields.
 
-    Examples are a question and its answer each; `shots` of them come before the question by default. `words` cuts the
-    question's fields after so many words. `references` are what `judge` compares with, by name. A completion ends
-    before one of `stop`, or after `max_new_tokens` where the caller names no length.
+    An example is a question with its answer; by default `shots` of them precede the question. `words` is the number of
+    words after which the question's fields are cut. `references` are the values that `judge` compares with, by name. A
+    completion ends before one of `stop`, or after `max_new_tokens` if the caller sets no length.
 
-    Raises: StreamError: in every method, where the row lacks a field.
+    Raises: StreamError: in every method, if the row lacks a field.
     """
 
     question: str
@@ -43,11 +43,11 @@ class Template:
         return _fill(self.question, self._cut_words(row), where)
 
     def example(self, row: Mapping[str, Any], where: str) -> str:
-        """Return question and answer of a row, as an example for others."""
+        """Return question and answer of a row, as an example for other rows."""
         return self.ask(row, where) + _STEPS.sub("", _fill(self.answer, row, where))
 
     def reference(self, row: Mapping[str, Any], where: str) -> dict[str, str]:
-        """Return what an answer to the row is judged by; empty where nothing judges it."""
+        """Return the reference by which an answer to the row is judged; empty if answers are not judged."""
         if self.judge is None:
             return {}
         return {"judge": self.judge, **{name: _fill(text, row, where) for name, text in self.references.items()}}
@@ -128,7 +128,7 @@ TEMPLATES: Mapping[str, Template] = {
 
 
 def template_of(name: str) -> Template:
-    """Find a template, as `look_up`."""
+    """Return a template by name; errors as in `look_up`."""
     return look_up("template", name, TEMPLATES)
 
 
@@ -137,7 +137,7 @@ def _fill(text: str, row: Mapping[str, Any], where: str) -> str:
         return text.format_map({key: _Lines(value) if isinstance(value, list) else value for key, value in row.items()})
     except (KeyError, IndexError, TypeError, AttributeError) as error:
         raise StreamError(
-            f"{where} has no field for {text!r} ({error}): give a file of the data set that the template is for"
+            f"{where} has no field for {text!r} ({error}): use a file of the template's data set"
         ) from error
 
 

@@ -1,9 +1,9 @@
-"""The words of swiftopt, as frozen values.
+"""Notation and basic records of swiftopt.
 
 | paper | code                    | meaning, unit, range                                                    |
 |-------|-------------------------|-------------------------------------------------------------------------|
-| z     | `LayerSet`              | sub-layers the draft leaves out; 0-based; SWIFT keeps the ends    |
-| r     | `skip_ratio`            | skipped / searchable sub-layers: inner ones that there are; [0, 1]      |
+| z     | `LayerSet`              | sub-layers that the draft skips; 0-based; SWIFT keeps first and last    |
+| r     | `skip_ratio`            | skipped / searchable (existing inner) sub-layers; [0, 1]                |
 | γ     | `context_window`        | generated tokens that score a layer set; tokens                         |
 | ε     | `stop_threshold`        | drafting stops after a token whose draft probability is below it        |
 | N_D   | `max_draft_length`      | draft steps per round; tokens                                           |
@@ -35,7 +35,7 @@ FinishReason = Literal["stop", "length", "stop_string"]
 VerdictWord = Literal["use", "plain", "unmeasured"]
 
 DEFAULT_TASK = "default"  # Task of prompts and layer sets without a task.
-# Largest length of a task or prompt id, in characters: a database index cannot hold names of kilobytes.
+# Maximum length of a task or prompt id, in characters: a database index cannot hold names of kilobytes.
 MAX_NAME_LENGTH = 512
 
 NOT_WRITTEN: Any = {"exclude": True}  # Field metadata: leave the field out of JSON.
@@ -73,9 +73,9 @@ MIN_PROBABILITY = 1e-6
 class Prompt(Record):
     """One line of a stream: raw `text`, or chat `turns` of the user (or whole `messages`) for the chat template.
 
-    `token_ids` take the place of all three where the prompt was encoded already. A completion ends before one of the
-    `stop` strings, in addition to those of the session; `reference` is what it is judged by (`core.templates`). Of
-    several samples of a prompt each has a number: its draws start from the seed plus that.
+    `token_ids` replace all three if the prompt is already encoded. A completion ends before one of the `stop` strings,
+    in addition to those of the session; `reference` is the reference for judging it (`core.templates`). Several samples
+    of a prompt are numbered; the number is added to the seed of the sample's draws.
     """
 
     id: str
@@ -98,10 +98,10 @@ def n_turns(prompt: Prompt) -> int:
 class Sampling(Settings):
     """How a token is taken from the target's distribution; temperature 0 is greedy, and so is `top_p` 0.
 
-    `min_p` leaves out tokens that are less probable than this share of the most probable one. `repetition_penalty` None
-    means what the model's own generation config says. `presence_penalty` is taken off the logits of the tokens that
-    were generated so far, `frequency_penalty` once for each time; the prompt does not count. `logit_bias` are pairs of
-    a token id and what is added to its logit.
+    `min_p` excludes tokens whose probability is below this share of the highest one. `repetition_penalty` None means
+    the value of the model's own generation config. `presence_penalty` is subtracted from the logits of tokens that
+    were generated so far, `frequency_penalty` once per occurrence; the prompt does not count. `logit_bias` are pairs of
+    a token id and the number added to its logit.
 
     Raises: SettingsError: a value is out of its range.
     """
@@ -137,7 +137,7 @@ class Sampling(Settings):
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob(Record):
-    """A token's log probability (nats) by the model itself, before any processor; `top`: those of the likeliest."""
+    """A token's log probability (nats) by the model itself, before any processor; `top`: the likeliest tokens."""
 
     token_id: int
     logprob: float
@@ -149,10 +149,10 @@ TokenSource = Literal["target", "draft", "text", "corpus", "prediction", "gramma
 
 @dataclass(frozen=True, slots=True)
 class TracedToken:
-    """A committed token: where it came from, and the tokens that were drafted in its place and rejected.
+    """A committed token: its source, and the tokens that were drafted in its place and rejected.
 
-    A source "target" is the model itself; the others drafted it: what the method drafts with, earlier text, finished
-    answers of the task, the text that the request predicts, or a grammar that leaves no choice.
+    The source "target" is the model itself; the others are drafters: the method's draft model, earlier text, finished
+    answers of the task, the request's prediction, or a grammar that leaves only one choice.
     """
 
     token_id: int
@@ -176,7 +176,7 @@ class Timings(Record):
 
     @property
     def decode_s(self) -> float:
-        """Seconds of rounds: drafting and checking, without prompt and search."""
+        """Seconds of rounds: drafting and verification, without prompt and search."""
         return (self.draft_s or 0.0) + (self.verify_s or 0.0)
 
     def __add__(self, other: Timings) -> Timings:
@@ -199,17 +199,17 @@ BY_PART = Form(seconds_by_part, dict[str, float], _with_unit)
 class Completion(Record):
     """The completion of a prompt, with the counts that give α and M.
 
-    `target_passes` are the passes of the full model after the prefill; `first_tokens` (0 or 1) came from the
-    prefill itself. `drafted` counts draft steps, `accepted` those whose position was accepted (a hit side leaf is
-    one), `accepted_per_position[i]` the rounds in which draft step i was, `refused` the rounds in which the target
-    contradicted a draft (what was drafted after that token is thrown away unjudged). `verified_widths` counts the
-    passes per number of rows that the target checked. `prefill_s` is part of `timings.other_s`. `estimated_cost` is
-    what the rounds cost by measured prices, in plain passes, where the drafter decides by such. `n_cached` tokens of
-    the prompt had been read by another request. `lossy` says that the method does not promise the target's own
-    output; `exact` that the output is plain decoding's bit by bit: the method promises its tokens, and the kernels
-    compute a row alike whatever other rows the pass has. `accepted_prediction` and `rejected_prediction` count the
-    drafted tokens that came from the request's prediction. `by_draft_length[k][j]` are the rounds that accepted j of k
-    steps. `crowded_rounds` were plain because drafts do not pay with so many other requests.
+    `target_passes` counts passes of the full model after the prefill; `first_tokens` (0 or 1) come from the prefill
+    itself. `drafted` counts draft steps, `accepted` those whose position was accepted (including hits of side leaves),
+    `accepted_per_position[i]` the rounds in which draft step i was accepted, `refused` the rounds in which the target
+    rejected a drafted token (later tokens of that draft are discarded unjudged). `verified_widths` counts the
+    passes by their number of verified rows. `prefill_s` is part of `timings.other_s`. `estimated_cost` is the cost of
+    the rounds by measured prices, in plain passes, if the drafter decides by prices. `n_cached` tokens of the prompt
+    had been read by another request. `lossy`: the method does not guarantee the target's own output. `exact`: the
+    output equals plain decoding bit by bit, because the method guarantees its tokens and the kernels compute a row in
+    the same way whatever other rows the pass has. `accepted_prediction` and `rejected_prediction` count drafted tokens
+    from the request's prediction. `by_draft_length[k][j]` counts the rounds that accepted j of k steps.
+    `crowded_rounds` counts rounds that were plain because drafts do not pay with so many other requests.
     """
 
     COMPUTED: ClassVar = ("n_tokens", "acceptance_rate", "mean_generated_length", "tok_s", "decode_tok_s")
@@ -259,7 +259,7 @@ class Completion(Record):
 
     @property
     def n_drafts(self) -> int:
-        """Rounds that drafted."""
+        """Number of rounds that drafted."""
         return sum(map(sum, self.by_draft_length.values()))
 
     @property
@@ -283,14 +283,14 @@ class Completion(Record):
 # How messages name the origins of candidate layer sets.
 ORIGINS: Mapping[str, str] = {
     "uniform": "first set",
-    "trimmed": "first set with less left out",
-    "in use": "set in use again",
+    "trimmed": "first set with fewer sub-layers skipped",
+    "in use": "repeats of the set in use",
     "final": "challengers again",
     "stored": "known sets",
-    "family": "by a study of the layers",
-    "move": "changes to the best",
+    "family": "from a study of the layers",
+    "move": "changes of the best set",
     "random": "at random",
-    "late": "at random, before a suggestion came",
+    "late": "random, because a suggestion was late",
 }
 
 
@@ -324,7 +324,7 @@ NOT_FASTER = "not reliably faster here"  # Usual reason for the verdict "plain".
 
 @dataclass(frozen=True, slots=True)
 class Verdict(Record):
-    """The answer on held-out prompts: `use` only if the interval's lower end is above 1."""
+    """The verdict on held-out prompts: `use` only if the interval's lower end is above 1."""
 
     word: VerdictWord
     ratio: float | None = None
@@ -335,8 +335,8 @@ class Verdict(Record):
 
 
 def check_task(task: Any, what: str, error: type[InvalidInput] = LayerSetError) -> None:
-    """Raises: `error`: no task could be called that in MODEL/TASK; `what` names it."""
+    """Raises: `error`: the task is not a valid name in MODEL/TASK; `what` names it in the message."""
     if not isinstance(task, str) or not task.strip() or "/" in task or not task.isprintable():
-        raise error(f"{what} {task!r} is no name: use a word without '/', such as 'code'")
+        raise error(f"{what} {task!r} is not a valid name: use a word without '/', for example 'code'")
     if len(task) > MAX_NAME_LENGTH:
-        raise error(f"{what} {task[:40]!r}... has {len(task)} characters: use a name of {MAX_NAME_LENGTH} at most")
+        raise error(f"{what} {task[:40]!r}... has {len(task)} characters: use at most {MAX_NAME_LENGTH}")

@@ -27,11 +27,11 @@ from .template_limits import LimitExceeded
 class ChatPrompt:
     """A chat as the text and the token ids of a prompt.
 
-    Args:   messages: in OpenAI's form, with contents that are texts. A call's arguments are JSON, or whatever else an
-            earlier answer has in their place: cut off, or no object. values: what else the template gets, such
+    Args:   messages: in OpenAI's form, with texts as contents. A call's arguments are JSON, or whatever an earlier
+            answer had in their place: truncated JSON, or not an object. values: other values for the template, such
             as `tools`, and other arguments of transformers' `apply_chat_template`.
-    Raises: InvalidInput: there is no template, it runs or grows without end, it refuses the chat, or it would leave out
-            what `param` names.
+    Raises: InvalidInput: there is no template, it runs or grows without end, it refuses the chat, or it would drop the
+            part that `param` names.
     """
 
     def __init__(self, tokenizer: Any, messages: Sequence[Message], values: Mapping[str, Any]) -> None:
@@ -55,7 +55,7 @@ class ChatPrompt:
             raise InvalidInput(str(error)) from error
 
     def _render(self, chat: Chat) -> str:
-        """Return the rendered text, with placeholder words for texts that spell a control token."""
+        """Return the rendered text, with placeholder words for control tokens spelled in texts."""
         hide = self._literals.hide
         messages = [hide(message, is_answer=message["role"] == "assistant") for message in chat.messages]
         values = {name: hide(value) for name, value in chat.values.items()}
@@ -70,9 +70,9 @@ class ChatPrompt:
         return self._literals.restore(self._rendered)
 
     def encode(self) -> list[int]:
-        """Return the token ids: transformers' own of the chat, where no text spells a control token.
+        """Return the token ids; they equal transformers' own if no text spells a control token.
 
-        Raises: InvalidInput: a text spells a token that the tokenizer has no other ids for.
+        Raises: InvalidInput: a text spells a token that the tokenizer cannot encode in any other way.
         """
         return encode(self._tokenizer, self._rendered, self._literals)
 
@@ -91,12 +91,12 @@ def _parse_arguments(arguments: Any) -> Any:
 def _left_out_error(chat: Chat, left_out: LeftOut) -> InvalidInput:
     message, part_name = chat.messages[left_out.message], f"messages[{left_out.message}].{left_out.part}"
     if left_out.part == "role":
-        advice = f"what messages[{left_out.message}] says in the role {message['role']!r}: use a role that it knows"
+        advice = f"messages[{left_out.message}] with the role {message['role']!r}: use a role that it supports"
     elif left_out.part == "content":
         advice = f"{part_name}: " + ("send it as a separate message" if has_text(message) else "write something")
     else:
-        advice = f"{part_name}: leave it out, too"
-    return InvalidInput(f"this model's chat template leaves out {advice}", part_name)
+        advice = f"{part_name}: remove it"
+    return InvalidInput(f"this model's chat template drops {advice}", part_name)
 
 
 def _refused_role(chat: Chat, error: Exception) -> str | None:

@@ -1,9 +1,9 @@
 """Text that spells a control token stays text: only what the chat template itself writes becomes control tokens.
 
-While a template is rendered, a random word that no template changes stands in place of each control token that a
-caller's text spells. The run of text around such a word, up to the next tokens of the template, is then encoded without
-the vocabulary's added tokens. transformers' `sanitize_control_tokens` (from 5.20) does not cover the keys of objects,
-and hides `</think>` in earlier answers from the templates that cut thoughts off there.
+Before rendering, each control token that is spelled in a caller's text is replaced by a random word that no template
+changes. The run of text around such a word, up to the template's next tokens, is then encoded without the
+vocabulary's added tokens. transformers' `sanitize_control_tokens` (from 5.20) does not cover the keys of objects, and
+hides `</think>` in earlier answers from templates that remove thoughts there.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ NEWLINE = "\n"
 
 
 class Literals:
-    """The control tokens that texts spell, and the words that stand for them while a template is rendered.
+    """The control tokens spelled in texts, and the placeholder words that replace them during rendering.
 
-    Control tokens are the tokenizer's special tokens, and those of its added tokens that the template writes. Of the
-    latter, an assistant's message keeps what it has: it is the model's own text, with its thoughts and calls.
+    Control tokens are the tokenizer's special tokens, and those of its added tokens that the template writes. Added
+    tokens in an assistant's message are kept, because it is the model's own text with thoughts and calls.
     """
 
     def __init__(self, tokenizer: Any) -> None:
-        self.words: dict[str, str] = {}  # Token -> word that stands for it in the rendered text.
+        self.words: dict[str, str] = {}  # Token -> its placeholder in the rendered text.
         template = str(getattr(tokenizer, "chat_template", None))
         added_tokens = getattr(tokenizer, "added_tokens_decoder", {}).values()
         special_words = tuple(token.content for token in added_tokens if token.special)
@@ -58,7 +58,7 @@ class Literals:
 def encode(tokenizer: Any, rendered: str, literals: Literals) -> list[int]:
     """Return the token ids of a rendered text; placeholder words stand for control tokens that must stay text.
 
-    Raises: InvalidInput: the vocabulary has nothing but the control token for a text that spells it.
+    Raises: InvalidInput: the vocabulary can encode the spelling of a control token only as that token.
     """
     if not literals.words:
         return list(tokenizer(rendered, add_special_tokens=False)["input_ids"])
@@ -80,8 +80,8 @@ def encode(tokenizer: Any, rendered: str, literals: Literals) -> list[int]:
         if (
             spelled := next((control_ids[token_id] for token_id in plain_ids if token_id in control_ids), None)
         ) is not None:
-            message = f"a text spells {spelled!r}, which is a control token to this model's tokenizer and no text"
-            raise InvalidInput(f"{message}: leave it out")
+            message = f"a text contains {spelled!r}, which this model's tokenizer can only encode as a control token"
+            raise InvalidInput(f"{message}: remove it")
         ids += plain_ids
     return ids
 

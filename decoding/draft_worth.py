@@ -1,4 +1,4 @@
-"""What drafts are worth: costs in plain passes, and estimates of acceptance that are learnt from outcomes."""
+"""The value of drafts: costs in plain passes, and estimates of acceptance learnt from outcomes."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ MAX_OBSERVATIONS = 256.0  # Observations above which the counts are halved.
 class PassCosts:
     """Costs in plain passes of the target, from measured profiles; looked up once per layer set and number of rows.
 
-    With `load` sequences side by side, a pass is taken to have as many rows of each of the others: the tokens of one
-    are weighed against the time of all, for the others do the same.
+    With `load` concurrent sequences, a pass is assumed to have the same number of rows of each. The tokens of one
+    sequence are weighed against the time of the whole pass, because the others do the same.
 
     Args: drafts: the draft model, or its layer set; None: there is none.
     """
@@ -51,7 +51,7 @@ class PassCosts:
 
     @property
     def context_bucket(self) -> int:
-        """The context length that the costs in use are those of."""
+        """The context length of the costs in use."""
         return self._lookup.profile.context_bucket
 
     def draft(self, n_rows: int) -> float:
@@ -120,7 +120,7 @@ class Acceptance:
     overall: Rate = field(default_factory=lambda: Rate(0.8))
 
     def of(self, confidence: float) -> float:
-        """Return the chance that a token of that confidence is accepted, given that those before it were."""
+        """Return the probability that a token of that confidence is accepted, given that those before it were."""
         return self.classes[bisect_right(CONFIDENCE_LIMITS, confidence)].value
 
     def learn(self, confidence: float, hit: bool) -> None:
@@ -147,9 +147,9 @@ class Throughput:
 
 @dataclass(slots=True)
 class Probing:
-    """Decides when to draft although it does not seem to pay: rarely, and less often the longer it does not.
+    """Decides when to try a draft that does not seem to pay: rarely, and less often the longer it does not pay.
 
-    Without it a drafter that was switched off would never notice that the text has changed.
+    Without such trials a drafter that was switched off would never notice a change of the text.
     """
 
     first: int = 32
@@ -158,9 +158,9 @@ class Probing:
     wait: int = 32
 
     def due(self, load: int = 1) -> bool:
-        """Return whether to draft in this round of one of `load` sequences, in which nothing else is drafted.
+        """Return whether to draft in this round, in which nothing else is drafted, of one of `load` sequences.
 
-        All of them wait while one drafts, and all ask: one asks for a share of a round.
+        All sequences wait while one drafts, and all ask, so each call counts as a share of a round.
         """
         self.idle += 1 / load
         if self.idle < self.wait:
@@ -173,11 +173,11 @@ class Probing:
 
 
 @dataclass(slots=True)
-class Joining:
+class DraftParticipation:
     """Decides whether to draft by a model with concurrent sequences, which wait for the one that drafts.
 
-    A draft pass pays if what it brings to all of them is worth its time; then a sequence should join that gains more
-    than it adds to the cost. The others' gain is that of earlier rounds, for sequences decide one before the other.
+    A draft pass pays if its gain over all sequences is worth its time. A sequence should then join if it gains more
+    than it adds to the cost. The gain of the others is that of earlier rounds, because sequences decide one by one.
     """
 
     # Running mean of the tokens that a sequence gains by joining a draft pass that is run anyway.
@@ -186,8 +186,8 @@ class Joining:
     def pays(self, gain: float, shared: float, load: int) -> bool:
         """Return whether one of `load` sequences should draft in this round.
 
-        Args: gain: its tokens more than without the draft model, less an equal part of the passes' cost. shared: how
-            much of that part does not depend on its joining, in tokens.
+        Args: gain: additional tokens from the draft model, less an equal share of the passes' cost. shared: the part
+            of that share that does not depend on its joining, in tokens.
         """
         gain_alone, gain_of_others = max(0.0, gain + shared), self.gain
         self.gain = faded(self.gain, gain_alone)
@@ -201,7 +201,7 @@ def faded(mean: float, latest: float) -> float:
 def chain_worth(chances: Sequence[float], step_cost: float, rate: float, costs: PassCosts) -> tuple[int, float]:
     """Return a chain's best length and its value: tokens - λ · time of the round.
 
-    Args: chances: that a token is accepted, given those before it. step_cost: the cost of drafting each.
+    Args: chances: probability that each token is accepted, given those before it. step_cost: cost of drafting one.
     """
     chain_chance, tokens = 1.0, 1.0
     best_length_and_worth = (0, 1.0 - rate * costs.verify(1))

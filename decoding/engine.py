@@ -1,7 +1,7 @@
-"""An engine, which runs any number of generators (`work.py`) side by side, a step at a time.
+"""An engine, which runs any number of generators (`work.py`) concurrently, a step at a time.
 
-Generators that wait for passes of one model share a forward pass: its weights are read once for all of their rows. A
-round's draft passes go first, until every sequence waits for its target.
+Generators that wait for passes of one model share a forward pass, which reads the weights once for all rows. Draft
+passes of a round go first, until every sequence waits for its target.
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ def alone(work: Work[T] | PassGenerator[T]) -> T:
 def side_by_side(
     works: Iterable[Work[object]], at_once: int = 1, memory: int | None = None, by_time: bool = True
 ) -> Generator[WorkEvent, None, None]:
-    """Run generators in an engine, adding each when the engine has a free place; yield their events.
+    """Run generators in an engine, adding each when the engine has a free slot; yield their events.
 
-    When one fails no other is started, those in flight run to their ends, and its error is raised.
+    If one fails, no further one is started, those in flight run to their ends, and its error is raised.
 
     Args: at_once, memory, by_time: see `Engine`.
     """
@@ -79,7 +79,7 @@ def side_by_side(
 class Request(Generic[T_co]):
     """A running generator with its pending demand, its result or error, and the slots that it holds.
 
-    The generator runs with the context variables of whoever added it.
+    The generator runs with the context variables of the caller that added it.
     """
 
     def __init__(self, work: Work[T_co]) -> None:
@@ -87,7 +87,7 @@ class Request(Generic[T_co]):
         self.pending: Demand | None = None
         self.held: dict[Slots, KVBuffer] = {}
         self.is_new = True
-        self.waits = False  # True while another request reads the same beginning of the text.
+        self.waits = False  # True while another request reads the same prefix.
         # Answer to a demand for slots, while stored blocks of the text are read into its buffer.
         self.granted: Granted | None = None
         self.stored_blocks: Iterator[tuple[int, Tensor | None]] = iter(())
@@ -155,23 +155,23 @@ Waiting = tuple[Request[object], Pass]
 
 
 MIN_SHARED_TOKENS = 32  # Minimum shared tokens for which a request waits while another one reads them.
-READ_S = 0.05  # Seconds of a step after which no further stored block is read: other requests wait meanwhile.
+READ_S = 0.05  # Seconds of a step after which no further stored block is read, because other requests wait.
 MIN_SHARED_FRACTION = 1 / 4  # The shared tokens must be at least this share of those the request would read itself.
 # Maximum share of the memory for spare slots. They can delay other requests or evict kept texts.
 MAX_SPARE_FRACTION = 1 / 8
 
 
 class Engine:
-    """Runs requests side by side, a step at a time; a request that fails leaves the others alone.
+    """Runs requests concurrently, a step at a time; a request that fails does not affect the others.
 
-    Args: memory: most bytes that buffers may take. Requests wait for theirs in the order of arrival. What finished ones
-          read is kept until its memory is needed, and a request that begins with the same tokens goes on from there, or
-          from what another has read or is reading, with the same bits where kernels are row-invariant. None: no
-          limit, and nothing is kept or shared.
-          at_once: most requests that run together, started in the order of arrival; None: all.
-          by_time: whether drafts stop with several requests where measured time says that they do not pay. Tokens do
-          not depend on it; what is drafted does, and so is not the same in every run.
-          folder: where what requests read is stored, too; used only where memory is limited.
+    Args: memory: maximum bytes of buffers. Requests wait for buffers in the order of arrival. Prefixes read by finished
+          requests are kept until their memory is needed. A request that begins with the same tokens continues from
+          them, or from what another request has read or is reading; the bits are the same if kernels are
+          row-invariant. None: no limit, and nothing is kept or shared.
+          at_once: maximum number of concurrent requests, started in the order of arrival; None: all.
+          by_time: whether drafting stops if measured time shows that it does not pay with several requests. Tokens do
+          not depend on this, but drafts do, so they differ between runs.
+          folder: folder to store prefixes on disk; used only if memory is limited.
     """
 
     def __init__(
@@ -311,7 +311,7 @@ class Engine:
             n_running += not request.is_done
 
     def forget_owners(self, is_gone: Callable[[str], bool]) -> None:
-        """Forget what was read for owners that are gone, on disk, too."""
+        """Delete prefixes of removed owners, also on disk."""
         self.prefixes.forget_owners(is_gone)
         if self.folder is not None:
             self.folder.forget_owners(is_gone)
@@ -323,7 +323,7 @@ class Engine:
     def _serve_slots(self) -> Iterator[WorkEvent]:
         """Take back freed buffers and grant new ones in the order of arrival, as far as memory allows.
 
-        `promised_bytes` are the bytes of those that wait until others have read the beginning of their texts.
+        `promised_bytes` are the bytes of requests that wait until others have read their prefix.
         """
         is_full, promised_bytes = False, 0
         for request in list(self.requests):
@@ -354,7 +354,7 @@ class Engine:
                     request.stored_blocks = self._stored_blocks(demand, buffer, n_read)
 
     def _stored_blocks(self, slots: Slots, buffer: KVBuffer, n_filled: int) -> Iterator[tuple[int, Tensor | None]]:
-        """Return what reads the text's blocks from disk, if they hold more than a buffer does."""
+        """Return an iterator that reads the text's blocks from disk, if they have more of it than any buffer."""
         folder = self.folder
         if folder is None or folder.n_stored(slots) < n_filled + MIN_SHARED_TOKENS:
             return iter(())
@@ -377,11 +377,11 @@ class Engine:
         return self.memory is None or self.n_bytes + n_bytes <= self.memory
 
     def _is_being_read(self, request: Request[object], slots: Slots) -> bool:
-        """Return whether the request should wait until an earlier one has read the same beginning of the text.
+        """Return whether the request should wait until an earlier one has read the same prefix.
 
         Waiting costs at most one more pass, because the two requests' passes would run together.
         """
-        if self.memory is None or slots.runtime.recurrent:  # A state that has gone on is no use to others.
+        if self.memory is None or slots.runtime.recurrent:  # A state that has advanced cannot be shared.
             return False
         tokens, (n_read, _) = slots.tokens[:-1], self._longest_prefix(slots)
         earlier_requests = takewhile(lambda other_request: other_request is not request, self.requests)
@@ -487,9 +487,9 @@ def _pair_answers(group: Sequence[Waiting], logits: Sequence[Tensor]) -> list[Te
 
 def _too_long_error(slots: Slots, memory: int) -> ContextOverflow:
     most_tokens = slots.capacity * memory // max(1, slots.n_bytes)
-    # Clients find out what to do by the words that other servers begin with, too.
+    # Clients recognise this error by its first words, which are those of other servers.
     return ContextOverflow(
         f"this model's maximum context length is {most_tokens} tokens in the memory that it may take, but"
         f" {slots.capacity} tokens need {slots.n_bytes / 1e6:.0f} MB of keys and values, which may take"
-        f" {memory / 1e6:.0f} MB: shorten the prompt or ask for fewer new tokens"
+        f" {memory / 1e6:.0f} MB: shorten the prompt or request fewer new tokens"
     )

@@ -1,6 +1,6 @@
 """Options of transformers' `generate`, sorted by whether `custom_generate` supports or refuses them.
 
-`generate` itself makes logits processors and stopping criteria of most fields of a `GenerationConfig`, and these hold.
+`generate` itself turns most fields of a `GenerationConfig` into logits processors and stopping criteria, which apply.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ MODES = _names("""
 # Other refused fields, or field=value pairs, with the reason.
 REFUSED = {
     "num_return_sequences": "one sequence is decoded at a time",
-    "output_attentions": "the weights of attention are not kept",
+    "output_attentions": "attention weights are not kept",
     "output_hidden_states": "hidden states are not kept",
-    "is_assistant": "it drafts for no other model",
+    "is_assistant": "custom_generate does not draft for another model",
     "cache_implementation=quantized": "keys and values are kept as they are computed",
 }
 # Arguments of the model's forward pass that `generate` adds itself or that have no effect.
@@ -83,27 +83,29 @@ def refuse_options(config: Any, assistant_model: Any, synced_gpus: bool) -> None
     for name, value in changed_options.items():
         reason = REFUSED.get(name) or REFUSED.get(f"{name}={value}")
         if reason is not None:
-            raise SettingsError(f"custom_generate does not take {name} {value!r}, as {reason}: leave it out, {WITHOUT}")
+            raise SettingsError(
+                f"custom_generate does not take {name} {value!r}, because {reason}: remove it, {WITHOUT}"
+            )
     unknown_options = (
         vars(cast(Any, GenerationConfig)()).keys() & changed_options.keys() - OBEYED - WITHOUT_EFFECT - MODES
     )
     for name in sorted(name for name in unknown_options if not name.startswith("_")):
         raise SettingsError(
-            f"custom_generate does not know {name}, an option of this transformers: leave it out, {WITHOUT}"
+            f"custom_generate does not support {name}, an option of this transformers: remove it, {WITHOUT}"
         )
     if synced_gpus:
         raise SettingsError(
-            f"custom_generate does not take synced_gpus, as it keeps no other process in step: leave it out, {WITHOUT}"
+            f"custom_generate does not take synced_gpus, because it synchronises no other process: remove it, {WITHOUT}"
         )
 
 
 def refuse_inputs(input_ids: Tensor, inputs: dict[str, Any]) -> None:
-    """Raises: SettingsError, InvalidInput: the input is more, or less, than the token ids of one prompt."""
+    """Raises: SettingsError, InvalidInput: the input is not exactly the token ids of one prompt."""
     given_inputs = {name: value for name, value in inputs.items() if value is not None}
     if "inputs_embeds" in given_inputs:
         raise InvalidInput(f"custom_generate reads token ids, not inputs_embeds: pass input_ids, {WITHOUT}")
     for name in sorted(given_inputs.keys() - set(USUAL_INPUTS)):
-        raise SettingsError(f"custom_generate does not take {name}, an input of the model: leave it out, {WITHOUT}")
+        raise SettingsError(f"custom_generate does not take {name}, an input of the model: remove it, {WITHOUT}")
     if input_ids.shape[0] != 1:
         raise SettingsError(
             f"custom_generate decodes one sequence, not a batch of {input_ids.shape[0]}: call generate once per prompt"
@@ -113,13 +115,13 @@ def refuse_inputs(input_ids: Tensor, inputs: dict[str, Any]) -> None:
     mask, positions, cache = (given_inputs.get(name) for name in ("attention_mask", "position_ids", "past_key_values"))
     if mask is not None and not bool(mask.all()):
         raise InvalidInput(
-            "the prompt has padding (zeros in attention_mask, which generate makes where a token is pad_token_id):"
+            "the prompt has padding (zeros in attention_mask, which generate sets for tokens equal to pad_token_id):"
             " pass it without padding, or attention_mask=torch.ones_like(input_ids)"
         )
     if getattr(cache, "_is_user_defined", False):
-        raise SettingsError(f"custom_generate keeps its own keys and values: leave past_key_values out, {WITHOUT}")
+        raise SettingsError(f"custom_generate keeps its own keys and values: remove past_key_values, {WITHOUT}")
     if positions is not None and positions.flatten().tolist() != list(range(input_ids.shape[1])):
-        raise SettingsError(f"custom_generate numbers positions from 0 on: leave position_ids out, {WITHOUT}")
+        raise SettingsError(f"custom_generate numbers positions from 0 on: remove position_ids, {WITHOUT}")
 
 
 def refuse_dropout(model: Any) -> None:
@@ -127,4 +129,6 @@ def refuse_dropout(model: Any) -> None:
     for name, module in model.named_modules() if model.training else ():
         rate = module.p if isinstance(module, nn.Dropout) else getattr(module, "attention_dropout", 0.0)
         if isinstance(rate, float) and rate > 0.0 and module.training:
-            raise SettingsError(f"{name} drops values at random, as the model is in training mode: call model.eval()")
+            raise SettingsError(
+                f"{name} drops values at random, because the model is in training mode: call model.eval()"
+            )

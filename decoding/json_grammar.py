@@ -1,7 +1,7 @@
-"""The grammar of a JSON schema's values, as llguidance reads it.
+"""The grammar of a JSON schema's values, in llguidance's form.
 
-llguidance compiles a schema. What it takes otherwise than JSON Schema says, or in a way that need not end, is rewritten
-before: see `_adapt_part`.
+llguidance compiles a schema. Parts that it reads differently from JSON Schema, or that could continue without end, are
+rewritten first: see `_adapt_part`.
 """
 
 from __future__ import annotations
@@ -39,19 +39,19 @@ MAX_STEPS = 2048  # Maximum prefixes tried while expanding a pattern to names.
 EXCERPT = re.compile(r"^ *\d+ \|.*", re.MULTILINE | re.DOTALL)
 CONTROL = re.compile(r"\\u00(?:[01]|7f)")  # Matches control characters, which JSON can write only as \uXXXX.
 WORDS = {  # llguidance's error message -> ours.
-    r"Unimplemented keys: \[(.*)\]": r"\1 cannot be enforced: leave it out, or set strict to false",
+    r"Unimplemented keys: \[(.*)\]": r"\1 cannot be enforced: remove it, or set strict to false",
     r"oneOf constraints are not supported\..*": "oneOf of schemas that may share a value is not supported: use anyOf",
     r"(Resource '.*') is not present in a registry.*": r"\1 is not in the schema: add it to $defs",
 }
 
 
 def json_grammar(schema: Schema) -> dict[str, Any]:
-    """Return a schema as llguidance reads it, for JSON on one line in the form of Python's `json.dumps`.
+    """Return a schema in llguidance's form, for JSON on one line as Python's `json.dumps` writes it.
 
-    There is one way to write what a schema leaves no choice about, so it costs no pass of the model, and no blanks can
-    go on for ever. Chat templates show tools in this form.
+    Parts without a choice in the schema have exactly one spelling, so they cost no pass of the model, and blanks cannot
+    continue for ever. Chat templates show tools in this form.
 
-    Raises: SchemaError: it cannot be compiled, or takes too much work; the message names the part.
+    Raises: SchemaError: it cannot be compiled, or needs too much work; the message names the part.
     """
     adapted = _rewrite(schema)
     if problem := problem_of(_to_grammar(adapted)):
@@ -85,7 +85,9 @@ def _rewrite(schema: Schema) -> dict[str, Any]:
     except RecursionError:
         raise SchemaError("the JSON schema cannot be used: it is nested too deeply") from None
     if adapted is False:
-        raise SchemaError("the JSON schema cannot be used: no finite JSON satisfies it, give its recursion an end")
+        raise SchemaError(
+            "the JSON schema cannot be used: no finite JSON satisfies it, because its recursion has no end"
+        )
     # Without the \u escape a name has one spelling only, so it cannot be repeated under another spelling.
     escapes = 'nrbtf\\"u' if CONTROL.search(schema_json) else 'nrbtf\\"'
     separators = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
@@ -102,7 +104,7 @@ def _to_grammar(adapted: Mapping[str, Any]) -> str:
 def _find_problem_path(schema: Schema, problem: str) -> str:
     """Return a JSON pointer to the innermost sub-schema that has `problem` when compiled alone.
 
-    In a large schema it may be an enclosing sub-schema, as `MAX_SEARCHED` bounds the search.
+    In a large schema it may be an enclosing sub-schema, because `MAX_SEARCHED` bounds the search.
     """
     definitions = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
     path, inner_parts, n_left = "#", parts(schema), MAX_SEARCHED
@@ -118,10 +120,10 @@ def _find_problem_path(schema: Schema, problem: str) -> str:
 def _adapt_part(
     schema: Schema, adapted: dict[str, Any], root: Schema, endless_ids: frozenset[int], closes: bool
 ) -> Any:
-    """Return a part of a schema, whose inner parts are adapted already, in the form that llguidance reads.
+    """Return a part of a schema in llguidance's form; its inner parts are already adapted.
 
-    Where the schema `closes`, an object has the properties that are named, unless others are mentioned: the model has
-    not seen what else there could be, and small models would go on inventing properties without end.
+    If the schema `closes`, an object has exactly the named properties unless others are mentioned: the model cannot
+    know which others are meant, and small models would invent properties without end.
     """
     if id(schema) in endless_ids:
         return False
@@ -148,9 +150,9 @@ def _check_exact(value: Any) -> None:
 
 
 def _list_pattern_names(schema: Schema) -> dict[str, Any]:
-    """Return `properties` with the names of those patterns that match few, and `patternProperties` without these.
+    """Return `properties` extended by the names of patterns that match few, and `patternProperties` without these.
 
-    llguidance lets a name of a pattern come any number of times, and writes a comma before names that are used up.
+    llguidance allows a name of a pattern any number of times, and writes a comma before exhausted names.
     """
     properties, patterns = dict(schema.get("properties") or {}), dict(schema["patternProperties"])
     for pattern in list(patterns):
@@ -162,7 +164,7 @@ def _list_pattern_names(schema: Schema) -> dict[str, Any]:
 
 
 def _add_type(option: Any, root: Schema) -> Any:
-    """Return a schema of `oneOf`; a reference with the type that it leads to, so that llguidance follows it."""
+    """Return a schema of `oneOf`; a reference gets the type of its target, so that llguidance follows it."""
     referenced_schema = target(root, option["$ref"]) if isinstance(option, dict) and "$ref" in option else None
     return (
         {"type": referenced_schema["type"], **option}

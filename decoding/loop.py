@@ -1,4 +1,4 @@
-"""The decode loop of every method: draft, let the target check, commit; round after round until the end."""
+"""The decode loop of every method: draft, verify, commit; round after round until the end."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from .work import Free, Slots, Work
 
 MAX_FORCED_TOKENS = 15  # Maximum tokens that a grammar drafts per round: 16 rows with the root.
 MIN_FORCED_TOKENS = 2  # Minimum tokens forced by the grammar; with fewer, the method drafts instead.
-MOST_LAG = 64  # Maximum tokens of a window that a search scores exactly where layers are recurrent.
-FIRST_NEW_SLOTS = 256  # New tokens that a buffer first has slots for where memory is bounded; it grows by doubling.
+MOST_LAG = 64  # Maximum tokens of a window that a search scores exactly if layers are recurrent.
+FIRST_NEW_SLOTS = 256  # Initial slots for new tokens if memory is bounded; the buffer grows by doubling.
 
 
 def decode(runtime: Runtime, prompt_ids: Sequence[int], method: Method, rule: TokenRule, ending: Ending) -> Completion:
@@ -49,25 +49,25 @@ def decoding(
     """Decode one prompt, pass by pass; unless the method is lossy, the output is plain decoding's with the same rule.
 
     Yields `Prefilled` once and `Round` after each round. A subscriber of these events may demand extra passes before
-    the generator goes on. They use the slots after the last committed one, `scratch_rows` or fewer where memory is
+    the generator continues. They use the slots after the last committed one, `scratch_rows` or fewer if memory is
     short, and the subscriber adds their seconds to the tally.
 
-    Args:   prompt_ids: at least one token. resume_from: where the same request was interrupted; its tokens are not
-            yielded again. with_state: have `Prefilled` carry the prompt's state. salt: see `Slots`. logprobs: have
-            events carry the log probabilities of their tokens, and of so many alternatives. prompt_logprobs: have
-            `Prefilled` carry those of the prompt, all of which is read for it. prediction: tokens that are expected
-            after the prompt; methods that draft from earlier text draft from them, too.
+    Args:   prompt_ids: at least one token. resume_from: state of the interrupted request; its tokens are not yielded
+            again. with_state: include the prompt's state in `Prefilled`. salt: see `Slots`. logprobs: include in events
+            the log probabilities of their tokens and of this number of alternatives. prompt_logprobs: include in
+            `Prefilled` those of the prompt, which is then read completely. prediction: expected tokens after the
+            prompt; methods that draft from earlier text also draft from them.
     Raises: ContextOverflow: prompt and completion do not fit the model's context.
             LayerSetError: the drafter's layer set was made for another depth.
-            SettingsError: log probabilities are wanted of a method that has none to give.
+            SettingsError: log probabilities are requested from a method that cannot provide them.
     """
     runtime.check_context(len(prompt_ids), ending.max_new_tokens)
     if method.layer_set is not None:
         runtime.check_layer_set(method.layer_set)
     if logprobs is not None and method.drafter.runs_target:
         raise SettingsError(
-            f"method {method.name} keeps what it searched with the model itself, and has no log probabilities of it:"
-            " leave logprobs out, or decode by another method"
+            f"method {method.name} searches with the model itself, and has no log probabilities of its tokens:"
+            " remove logprobs, or use another method"
         )
     method.drafter.attach(runtime)
     draft_rows = method.drafter.max_rows(ending.max_new_tokens)
@@ -294,7 +294,7 @@ def _trace_sources(draft: Draft, walk: Walk, token_ids: Sequence[int]) -> tuple[
 def _draft_by_grammar(context: Context, room: int, drafter: Drafter) -> Draft | None:
     """Return a draft of the tokens that the request's grammar forces; None if fewer than `MIN_FORCED_TOKENS`.
 
-    After them comes what earlier text has there, as the arguments of a call that was made before.
+    A continuation from earlier text follows them, such as the arguments of an earlier call.
     """
     grammar = context.rule.grammar
     token_ids = [] if grammar is None else grammar.forced(context.token_ids)[: min(room, MAX_FORCED_TOKENS)]

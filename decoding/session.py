@@ -34,14 +34,14 @@ MAX_CHARS_PER_TOKEN, PIECE_CHARS_PER_TOKEN = 16, 4
 
 @dataclass(eq=False)
 class Session:
-    """Decodes prompts on one runtime with one way of sampling; every completion starts from the request's seed.
+    """Decodes prompts on one runtime with the same sampling; every completion starts from the request's seed.
 
-    Args:   stop_token_ids: tokens that end a completion, too. ignore_eos: the model's own end tokens do not end it.
-            min_new_tokens: before so many no stop token is chosen, and no stop string ends it. grammar: what
-            completions keep to, by lossless methods only; where it allows nothing more, they end. shown_marks: special
-            tokens that occur in this text stay in the text of completions.
+    Args:   stop_token_ids: additional tokens that end a completion. ignore_eos: the model's own end tokens do not end
+            it. min_new_tokens: number of tokens before which no stop token is chosen and no stop string counts.
+            grammar: constraint on completions, for lossless methods only; a completion ends where it allows nothing
+            more. shown_marks: special tokens that occur in this text stay in the text of completions.
     Raises: SettingsError: a stop string is empty, a number is below 0, or the model has no such token.
-            InvalidInput: the grammar cannot be read with the model's tokenizer.
+            InvalidInput: the grammar cannot be used with the model's tokenizer.
     """
 
     runtime: Runtime
@@ -93,7 +93,7 @@ class Session:
     ) -> list[int]:
         """Return the token ids of a chat by the model's template, which gets the `tools` and the values of `template`.
 
-        Raises: InvalidInput: there is none, it refuses the chat, or it would leave out what `param` names.
+        Raises: InvalidInput: there is no template, it refuses the chat, or it would drop the part that `param` names.
                 ContextOverflow: the chat is much longer than the context.
         """
         return self._apply_template(messages, {"tools": list(tools) or None, **template})
@@ -122,15 +122,15 @@ class Session:
     ) -> Work[list[Turn]]:
         """Decode a prompt, pass by pass; yield a `Turn` per turn of the user, later ones seeing the earlier answers.
 
-        Beside them come the events of `decoding`, which takes the `options`.
+        Also yields the events of `decoding`, which takes the `options`.
 
-        Args:   answers: texts of the turns that are done, which are not decoded again. resume_from: where the turn
-                after them was interrupted.
+        Args:   answers: texts of the finished turns, which are not decoded again. resume_from: state of the turn
+                after them if it was interrupted.
         Raises: ContextOverflow: a turn with all before it does not fit; the turns before it were yielded.
-                SettingsError: there is a grammar, which a lossy method would not keep to.
+                SettingsError: a lossy method cannot follow a grammar.
         """
         if self.grammar is not None and method.lossy:
-            raise SettingsError(f"method {method.name} is lossy and keeps to no grammar: use a lossless one")
+            raise SettingsError(f"method {method.name} is lossy and cannot follow a grammar: use a lossless one")
         answer_texts, turns = list(answers), list[Turn]()
         while len(answer_texts) < n_turns(prompt):
             turn = turn_of(prompt, len(answer_texts))
@@ -191,7 +191,7 @@ class Session:
 
     def _tokenizer(self) -> Any:
         if self.runtime.tokenizer is None:
-            raise InvalidInput("this model has no tokenizer: put its tokenizer's files next to its weights")
+            raise InvalidInput("this model has no tokenizer: put the tokenizer files next to its weights")
         return self.runtime.tokenizer
 
     def _apply_template(self, messages: Sequence[Mapping[str, Any]], values: Mapping[str, Any] = {}) -> list[int]:
@@ -228,7 +228,7 @@ class Session:
         return frozenset(self.stop_token_ids) | (frozenset() if self.ignore_eos else self._model_stop_token_ids())
 
     def _model_stop_token_ids(self) -> frozenset[int]:
-        """Return the generation config's stop tokens, else the tokenizer's, and those that end a chat's turn."""
+        """Return the stop tokens of the generation config (or the tokenizer), and those that end a chat's turn."""
         owners = (self.generation_config, self.runtime.tokenizer)
         eos_settings = (getattr(owner, "eos_token_id", None) for owner in owners)
         stop_ids = next((token_ids for token_ids in eos_settings if token_ids is not None), ())
@@ -236,7 +236,7 @@ class Session:
         return own_ids | turn_end_ids(self.runtime.tokenizer)
 
     def to_text(self, token_ids: Sequence[int]) -> str:
-        """Return the tokens as text, without special tokens but those shown."""
+        """Return the tokens as text, without special tokens except the shown ones."""
         tokenizer, hidden = self.runtime.tokenizer, self._hidden_ids
         if hidden is None:
             return str(tokenizer.decode(list(token_ids), skip_special_tokens=True))
@@ -252,9 +252,9 @@ def turn_of(prompt: Prompt, number: int) -> Prompt:
 def hf_generate(
     session: Session, token_ids: Sequence[int], max_new_tokens: int, stop: Sequence[str] = (), **options: Any
 ) -> tuple[int, ...]:
-    """Decode with transformers' own greedy `generate`, on the same model object and with the same ends.
+    """Decode with transformers' own greedy `generate`, on the same model object and with the same stop conditions.
 
-    Args: stop: strings that end it, too. options: further ones of `generate`, as `assistant_model`.
+    Args: stop: additional stop strings. options: further options of `generate`, such as `assistant_model`.
     """
     model: Any = session.runtime.hf_model
     ending = session.ending(max_new_tokens, stop)

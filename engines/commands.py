@@ -1,4 +1,4 @@
-"""Other engines: `swiftopt export` to them, `tune --engine` in them, `import` of what they measured, `bench peers`."""
+"""Other engines: `swiftopt export`, `tune --engine`, `import` of their own benchmarks, and `bench peers`."""
 
 from __future__ import annotations
 
@@ -48,26 +48,26 @@ SAME_FILE = ("ggufs", "depths", "at_once", "words", "max_new_tokens", "threads",
 # --- export
 
 
-@commands.command(short_help="Write a plan as the files of another engine.")
+@commands.command(short_help="Export a plan for another engine.")
 @options.model_task
 @click.option("--to", "engine", type=click.Choice(ENGINES), required=True, help="The engine.")
-@click.option("--out", type=value_types.FOLDER, required=True, help="A new folder to write to.")
+@click.option("--out", type=value_types.FOLDER, required=True, help="New folder to write.")
 @options.version
 @click.option(
     "--stream",
     type=value_types.FILE,
-    help="Prompts on which the draft's acceptance with its own keys and values is measured; it then decides.",
+    help="Prompts for measuring the draft's acceptance with its own keys and values, which then decides.",
 )
-@click.option("--limit", type=positive, default=8, show_default=True, help="Prompts of it to take.")
+@click.option("--limit", type=positive, default=8, show_default=True, help="Number of its prompts to use.")
 @options.store_and_json
 @commands.example("export smollm2-135m/notes --to vllm --out notes-draft --stream prompts.jsonl")
 def export(
     name: ModelTask, engine: str, out: str, version: int | None, stream: str | None, limit: int, store: Store
 ) -> Result:
-    """Write the plan of MODEL/TASK as what another engine loads: a draft checkpoint, its settings, and a README.
+    """Export the plan of MODEL/TASK in the form that another engine loads: a draft checkpoint, settings, and a README.
 
-    A set whose rest does not alternate attention and MLP is exported as the nearest one that does; for vLLM as it is,
-    where the model is a Llama, Mistral or Qwen2.
+    If the kept sub-layers of a set do not alternate attention and MLP, the nearest set that does is exported. For vLLM
+    it is exported unchanged if the model is a Llama, Mistral or Qwen2.
     """
     refuse_existing(Path(out))
     plan = _to_export(store, name, engine) if version is None else store.plan(name.model, name.task, version)
@@ -81,7 +81,7 @@ def export(
     layer_set = None if made.layer_set is None else made.layer_set.to_json()
     figures = {"kind": made.kind, "draft_tokens": made.n_draft_tokens, "layer_set": layer_set}
     value = {"schema": EXPORT_SCHEMA, "engine": engine, "out": out, **figures, "files": list(made.files)}
-    text = f"{out}: {len(made.files)} files for {engine}; {Path(out) / 'README.md'} says how to run them"
+    text = f"{out}: {len(made.files)} files for {engine}; {Path(out) / 'README.md'} explains how to run them"
     return Result({**value, "remarks": list(made.remarks)}, [text], [f"note: {remark}" for remark in made.remarks])
 
 
@@ -116,7 +116,7 @@ engine_options = commands.together(
         "--engine",
         metavar="NAME",
         type=click.Choice(ENGINES),
-        help=f"Tune another engine: what it can draft with is tried there. One of {', '.join(ENGINES)}.",
+        help=f"Tune another engine by running the drafts that it supports. One of {', '.join(ENGINES)}.",
     ),
     option(
         commands.ENGINES,
@@ -124,29 +124,29 @@ engine_options = commands.together(
         "engine_urls",
         type=value_types.Parsed("NAME=URL", server_of),
         multiple=True,
-        help="Its server at an address, plain=URL first; repeatable.  [default: it is installed and started]",
+        help="Use a running server of it; plain=URL first; repeatable.  [default: install and start it]",
     ),
 )
 
 
 def tune_engine(pictures: Pictures, values: Mapping[str, Any]) -> Result | None:
-    """Tune another engine for the stream, if one is named, with the options of `tune` that it has a use for.
+    """Tune another engine for the stream, if one is named, with the options of `tune` that apply to it.
 
-    Raises: SwiftoptError: as `EngineTuning.run`.
+    Raises: SwiftoptError: as in `EngineTuning.run`.
     """
     if values["engine"] is None:
         if values["engine_urls"]:
-            raise InvalidInput("--engine-url is for another engine: name it with --engine")
+            raise InvalidInput("--engine-url is for another engine: add --engine")
         return None
     servers = tuple(values["engine_urls"])
     names = [name for name, _ in servers]
     if servers and (len(servers) < 2 or names[0] != "plain" or len(set(names)) < len(names)):
         raise InvalidInput(
-            "--engine-url compares servers: name the plain one first, as plain=URL, and one or more others by names of"
-            " their own"
+            "--engine-url compares servers: give the plain one first, as plain=URL, and then at least one other with"
+            " another name"
         )
     if servers and values["draft_model"]:
-        raise InvalidInput("--draft-model is for engines that swiftopt starts: leave it out with --engine-url")
+        raise InvalidInput("--draft-model is for engines that swiftopt starts: remove it, or remove --engine-url")
     used = USED if servers else (*USED, "device")
     for param in click.get_current_context().command.params:
         if param.name not in used and inputs.on_command_line(param.name or ""):
@@ -199,15 +199,15 @@ def _beside_plain(verdict: Verdict) -> str:
 # --- import
 
 
-@commands.command("import", short_help="Store what an engine's own benchmark measured.")
+@commands.command("import", short_help="Store the result of an engine's own benchmark.")
 @options.model_task
-@click.option("--plain", type=PATH, required=True, help="The benchmark of plain decoding.")
-@click.option("--drafted", type=PATH, required=True, help="The same requests with the plan.")
-@click.option("--exported", type=value_types.FOLDER, help="What was run: a folder that `export` wrote.")
-@click.option("--engine", type=click.Choice(ENGINES), help="The engine, where what was run is no exported plan.")
-@click.option("--settings", type=PATH, help="The engine's settings then, as a JSON object.")
-@click.option("--device", "device_name", help="The machine of the benchmark, for example 'NVIDIA H200'.")
-@click.option("--dtype", "run_dtype", help="What the engine computed in, for example bfloat16.")
+@click.option("--plain", type=PATH, required=True, help="Benchmark file of plain decoding.")
+@click.option("--drafted", type=PATH, required=True, help="Benchmark file of the same requests with the plan.")
+@click.option("--exported", type=value_types.FOLDER, help="The exported folder that was run.")
+@click.option("--engine", type=click.Choice(ENGINES), help="The engine, if no exported plan was run.")
+@click.option("--settings", type=PATH, help="The engine's settings in that case, a JSON file.")
+@click.option("--device", "device_name", help="Device of the benchmark, for example 'NVIDIA H200'.")
+@click.option("--dtype", "run_dtype", help="Dtype of the benchmark, for example bfloat16.")
 @options.store_and_json
 @commands.example("import smollm2-135m/notes --exported notes-vllm --plain plain.json --drafted drafted.json")
 def import_(
@@ -247,17 +247,19 @@ def _plan_that_ran(
     Raises: InvalidInput: neither is given, or both are, or a file is not what it should be.
     """
     if (exported is None) == (engine is None):
-        raise InvalidInput("say what was benchmarked: --exported FOLDER, or --engine with --settings FILE")
+        raise InvalidInput(
+            "it is unknown what was benchmarked: use --exported FOLDER, or --engine with --settings FILE"
+        )
     if exported is None:
         chosen = {} if settings is None else read_object(settings, "an engine's settings")
         text = chosen.get("method") == "ngram" or str(chosen.get("spec-type", "")).startswith("ngram")
         return Plan("prompt-lookup" if text else "spd", settings=chosen, engine=engine)
     if settings is not None:
-        raise InvalidInput("--exported has the settings in it: leave out --settings")
+        raise InvalidInput("--exported contains the settings: remove --settings")
     about_file = Path(exported) / EXPORT_SUMMARY
     about = read_object(about_file, "an exported plan")
     if about.get("schema") != EXPORT_SCHEMA or about.get("engine") not in ENGINES:
-        raise InvalidInput(f"{about_file} is no exported plan: name a folder that `swiftopt export` wrote")
+        raise InvalidInput(f"{about_file} is not an exported plan: use a folder that `swiftopt export` wrote")
     record = None
     if about.get("kind") == "draft":
         record = store.plan(name.model, name.task, int(about.get("version") or 0)).plan.layer_set
@@ -271,7 +273,7 @@ def _plan_that_ran(
 def _counts(text: str, least: int) -> tuple[int, ...]:
     counts = tuple(int(word) for word in text.split(",") if word.strip().isdecimal())
     if len(counts) != len(text.split(",")) or min(counts) < least:
-        raise ValueError(f"{text!r} is no list of numbers from {least} on: use one like 1,4,8")
+        raise ValueError(f"{text!r} is not a list of numbers from {least} on: use for example 1,4,8")
     return counts
 
 
@@ -279,7 +281,7 @@ def _counts(text: str, least: int) -> tuple[int, ...]:
     short_help="swiftopt and other engines on the same prompts, or on one GGUF file.",
     common="model stream task limit max_new_tokens words ggufs depths at_once base exported png db as_json",
 )
-@option(commands.MACHINE, "--model", type=value_types.MODEL, help=f"{options.MODEL_HELP} Left out with --gguf alone.")
+@option(commands.MACHINE, "--model", type=value_types.MODEL, help=f"{options.MODEL_HELP} Not needed with --gguf.")
 @option(commands.PROMPTS, "--stream", type=value_types.FILE, help=options.STREAM_HELP)
 @options.task("plan", "Whose stored plan swiftopt/best uses.  [default: each prompt's own task]", commands.PROMPTS)
 @options.limit
@@ -290,41 +292,41 @@ def _counts(text: str, least: int) -> tuple[int, ...]:
     "ggufs",
     multiple=True,
     type=PATH,
-    help="Without --model: the file that swiftopt, llama.cpp and ik_llama.cpp run. With it: another file of this model,"
-    " for llama.cpp; repeatable.",
+    help="Without --model: the file that swiftopt, llama.cpp and ik_llama.cpp run. With --model: another file of this"
+    " model for llama.cpp; repeatable.",
 )
 @measurement(
     "--depths",
     type=value_types.Parsed("N,N", lambda text: _counts(text, 0)),
     default="0,2000,8000",
-    help="With --gguf alone: tokens of the prompts.",
+    help="Without --model: prompt lengths in tokens.",
 )
 @measurement(
     "--at-once",
     type=value_types.Parsed("N,N", lambda text: _counts(text, 1)),
     default="1,4,8",
-    help="With --gguf alone: requests at once.",
+    help="Without --model: numbers of concurrent requests.",
 )
 @measurement(
     "--assistant",
     metavar="MODEL",
     type=value_types.MODEL,
-    help="The smaller model that drafts for transformers/assisted.",
+    help="Smaller draft model for transformers/assisted.",
 )
 @measurement(
     "--exported",
     multiple=True,
     type=value_types.FOLDER,
-    help="What `swiftopt export` wrote, a row of its engine; repeatable.",
+    help="Folder of `swiftopt export`, for a row of its engine; repeatable.",
 )
-@measurement("--base", metavar="ROW", help="Row of the ratios.  [default: llama.cpp's faster plain one]")
-@measurement("--threads", type=positive, help="Threads of each engine.  [default: as many as the machine has cores]")
-@measurement("--timeout", "timeout_s", type=positive, default=600, help="Seconds for one answer.")
+@measurement("--base", metavar="ROW", help="Base row of the ratios.  [default: llama.cpp's faster plain row]")
+@measurement("--threads", type=positive, help="Threads of each engine.  [default: number of cores]")
+@measurement("--timeout", "timeout_s", type=positive, default=600, help="Time limit of an answer in seconds.")
 @commands.from_field(
     commands.MACHINE,
     GenerateRequest,
     "dtype",
-    "auto (as stored) or one of the others, for those that take it.",
+    "auto (as stored) or another dtype, for engines with that option.",
     type=click.Choice(DTYPES),
 )
 @options.shared(GenerateRequest, "device", "max_new_tokens", "speed")
@@ -351,18 +353,18 @@ def peers(
     db: str | None,
     **values: Any,
 ) -> Result:
-    """Decode every prompt with swiftopt and other engines, by turns, each row in its own process, greedily.
+    """Decode every prompt with swiftopt and other engines alternately, each row in its own process, greedily.
 
-    The engines are installed once in the user's cache, and GGUF files made there of the model's own weights. What
-    cannot be installed or fails is a row that says why. All run on one device, by default where swiftopt would load the
-    model; on a GPU it is each engine's build for CUDA. All rows get the same token ids, threads and number of new
-    tokens; stop tokens end nothing. `equal to` counts the prompts on which a row that drafts gives its own engine's
-    plain tokens, and other rows those of swiftopt/plain. `swiftopt/best` is the stored plan; where there is none,
-    adaptive drafts. Ctrl-C shows the prompts that all rows have answered.
+    The engines are installed once in the user's cache, and GGUF files are created there from the model's own weights.
+    An engine that cannot be installed or fails has a row with the reason. All run on one device, by default the one on
+    which swiftopt would load the model; on a GPU each engine's CUDA build runs. All rows get the same token ids,
+    threads and number of new tokens; stop tokens are ignored. `equal to` counts the prompts on which a row with drafts
+    gives the plain tokens of its own engine, and other rows those of swiftopt/plain. `swiftopt/best` is the stored
+    plan, or adaptive drafts if there is none. Ctrl-C shows the prompts that all rows have answered.
 
-    With --gguf and no --model, engines that read GGUF run that file as it is: with prompts of so many tokens (--depths)
-    and so many requests at once (--at-once), by turns, each cell in new processes; and the seconds from a process's
-    start to its first token, with the file on the disk (cold) and in memory (warm).
+    With --gguf and no --model, engines that read GGUF run that file unchanged, alternately: with each prompt length of
+    --depths and each number of concurrent requests of --at-once, every cell in new processes. The seconds from a
+    process's start to its first token are measured with the file on disk (cold) and in memory (warm).
     """
     names = words.split(",")
     if ggufs and model is None:
@@ -407,10 +409,10 @@ def peers(
 
 def _same_file(names: Sequence[str], ggufs: Sequence[Path], values: Mapping[str, Any]) -> Result:
     if len(ggufs) > 1:
-        raise InvalidInput("without --model one file is measured: name one --gguf, or the model that all are of")
+        raise InvalidInput("without --model one file is measured: use one --gguf, or add the --model of all files")
     for param in click.get_current_context().command.params:
         if param.name not in SAME_FILE and inputs.on_command_line(param.name or ""):
-            note(f"warning: {param.opts[0]} has no effect with --gguf alone")
+            note(f"warning: {param.opts[0]} has no effect without --model")
 
     from .peers import chosen_rows
     from .same_file import SameFile, SameFileRequest, file_rows, same_file_view

@@ -1,4 +1,4 @@
-"""The papers' commands: train heads and probes, list, show and export them; `layers search`, and presets of `tune`."""
+"""Commands of the papers: train, list, show and export heads and probes; `layers search`; presets of `tune`."""
 
 from __future__ import annotations
 
@@ -55,13 +55,13 @@ LOSSES = {"heads": "KL to the last layer, nats", "probe": "binary cross-entropy,
 @click.group(cls=commands.ConfiguredGroup, short_help="Train heads that predict tokens early.")
 @commands.example("heads train --model smollm2-135m --stream prompts.jsonl --task code", "heads list")
 def heads() -> None:
-    """Light heads at intermediate layers, which `adadecode` and `paradecode` predict tokens with."""
+    """Light heads at intermediate layers, with which `adadecode` and `paradecode` predict tokens."""
 
 
 @click.group(cls=commands.ConfiguredGroup, short_help="Train a probe that predicts acceptance.")
 @commands.example("probe train --model smollm2-135m --stream prompts.jsonl --task code", "probe list")
 def probe() -> None:
-    """A linear probe at an early exit, which `adaspeed-probe` decides with when to stop drafting."""
+    """A linear probe at an early exit, with which `adaspeed-probe` decides when to stop drafting."""
 
 
 # --- commands: train heads and probes
@@ -71,7 +71,7 @@ def _layers(text: str) -> tuple[int, ...]:
     try:
         return tuple(int(word) for word in text.split(","))
     except ValueError as error:
-        raise SettingsError(f"layers {text!r} are no numbers: give them like 8,15,22") from error
+        raise SettingsError(f"layers {text!r} is not a list of numbers: use for example 8,15,22") from error
 
 
 TRAINING = "Training"  # Heading of the training options in --help.
@@ -91,7 +91,7 @@ def training_options(settings: type[HeadSettings] | type[ProbeSettings]) -> Deco
             help="Prompts, one JSON object per line; - is standard input; may be repeated.",
         ),
         options.task("result", "What to store it under.  [default: the prompts' own task, or mixed]"),
-        option(commands.PROMPTS, "--limit", type=positive, help="Take only the first prompts of each stream."),
+        option(commands.PROMPTS, "--limit", type=positive, help="Use only the first prompts of each stream."),
         field("epochs", "Passes over all positions."),
         field("minutes", "End training after so long; completing the prompts is extra."),
         field("learning_rate", "Adam's, at its highest."),
@@ -111,14 +111,14 @@ def training_options(settings: type[HeadSettings] | type[ProbeSettings]) -> Deco
     "Layers run before each head.  [default: 0.6, 0.73 and 0.87 of the depth]",
     type=value_types.Parsed("N,N,…", _layers),
 )
-@option(TRAINING, "--full", is_flag=True, help="Train whole heads, not transforms before the model's own.")
+@option(TRAINING, "--full", is_flag=True, help="Train whole heads instead of transforms before the model's own head.")
 @commands.example("heads train --model smollm2-135m --stream prompts.jsonl --task code --minutes 10")
 def train_heads(pictures: Pictures, **values: Any) -> Result:
-    """Train heads that say after some layers what the last one will say, on the model's own greedy completions.
+    """Train heads that predict the last layer's token after some layers, on the model's own greedy completions.
 
-    The model stays as it is. A tenth of the prompts is held out for the figures. Several --stream give one set of heads
-    for all, stored for the task `mixed`. Cut at any time, the same command goes on where it was. The paper trains for
-    100 epochs; --epochs 100 does, where there is time.
+    The model itself does not change. A tenth of the prompts is held out for the figures. Several --stream give one set
+    of heads for all, stored for the task `mixed`. If interrupted, the same command resumes. The paper trains for 100
+    epochs; use --epochs 100 if you have the time.
     """
     return _train_and_print("heads", pick(HeadSettings, values), pictures, values)
 
@@ -126,13 +126,12 @@ def train_heads(pictures: Pictures, **values: Any) -> Result:
 @probe.command("train", short_help="Train a probe on a model's own completions.")
 @training_options(ProbeSettings)
 @from_field(TRAINING, ProbeSettings, "layer", "Layers run before the exit.  [default: a quarter of the depth]")
-@from_field(TRAINING, ProbeSettings, "sampling", "How the exit's token is chosen, and what counts as accepted.")
+@from_field(TRAINING, ProbeSettings, "sampling", "How the exit's token is chosen, and which tokens count as accepted.")
 @commands.example("probe train --model smollm2-135m --stream prompts.jsonl --task code --sampling top-p")
 def train_probe(pictures: Pictures, **values: Any) -> Result:
     """Train a probe that predicts from an early state whether the token read there will be accepted.
 
-    A tenth of the prompts of the stream is held out for the figures. Cut at any time, the same command goes on where it
-    was.
+    A tenth of the prompts of the stream is held out for the figures. If interrupted, the same command resumes.
     """
     return _train_and_print("probe", pick(ProbeSettings, values), pictures, values)
 
@@ -149,7 +148,7 @@ def _train_and_print(
     tasks = {prompt.task for prompt in prompts}
     task = values["task"] or (tasks.pop() if len(tasks) == 1 else MIXED_TASK)
     if "/" in task:
-        raise InvalidInput(f"the task {task!r} holds a '/', which parts model from task: use another character")
+        raise InvalidInput(f"the task {task!r} contains a '/', which separates model and task: use another character")
 
     from ..models.sources import check_names
 
@@ -192,13 +191,15 @@ class StepPrinter:
 @commands.command(short_help="Self-SD's offline search for a layer set.")
 @options.model_and_stream
 @options.task("result", "Task to store the set under.  [default: the first prompt's own]")
-@commands.option(commands.PROMPTS, "--limit", type=positive, default=4, help="Prompts that each candidate decodes.")
-@commands.option(commands.SEARCH, "--max-steps", type=positive, default=200, help="Candidates to try at most.")
+@commands.option(
+    commands.PROMPTS, "--limit", type=positive, default=4, help="Number of prompts that each candidate decodes."
+)
+@commands.option(commands.SEARCH, "--max-steps", type=positive, default=200, help="Maximum number of candidates.")
 @commands.option(
     commands.SEARCH,
     "--minutes",
     type=value_types.FloatRange(min=0, min_open=True),
-    help="Begin no candidate after this time.",
+    help="Start no candidate after this time.",
 )
 @options.form
 @options.machine(GenerateRequest, "max_new_tokens")
@@ -209,15 +210,15 @@ class StepPrinter:
 )
 @options.read
 def search(prompts: Sequence[Prompt], max_steps: int, minutes: float | None, db: str | None, **values: Any) -> Result:
-    """Bayesian optimisation over all sub-layers, each candidate by the tokens per second that Self-SD makes with it.
+    """Search all sub-layers by Bayesian optimisation; a candidate's score is Self-SD's tokens per second with it.
 
-    The set is stored for the method self-sd; the best plan stays what it is until `swiftopt compare` finds it faster.
+    The set is stored for the method self-sd; the best plan does not change until `swiftopt compare` finds it faster.
     """
     request = decoding_request(values)
 
     def show_candidate(number: int, candidate: Any) -> None:
         skipped = candidate.layer_set.n_skipped
-        note(f"candidate {number}: {skipped} sub-layers left out, {candidate.ratio:.2f}x plain decoding")
+        note(f"candidate {number}: {skipped} sub-layers skipped, {candidate.ratio:.2f}x plain decoding")
 
     max_search_s = float("inf") if minutes is None else 60 * minutes
     with open_store(db) as store:
@@ -239,9 +240,9 @@ def search(prompts: Sequence[Prompt], max_steps: int, minutes: float | None, db:
 
 
 def tune_preset(pictures: Pictures, values: dict[str, Any]) -> Result | None:
-    """Make on most prompts what a paper's method needs, and compare it with plain decoding on the others.
+    """Create the parts of a paper's method on most prompts, and compare it with plain decoding on the others.
 
-    None: no preset is named, or one whose layer set is tuned as others are.
+    None: no preset is named, or its layer set is tuned in the usual way.
     """
     name = values["preset"]
     if name is None or preset_of(name).is_tuned:
@@ -251,7 +252,7 @@ def tune_preset(pictures: Pictures, values: dict[str, Any]) -> Result | None:
 
     if values["server"] or values["redis"]:
         raise InvalidInput(
-            f"--preset {name} runs here, for jobs search layer sets only: leave --redis and --server out"
+            f"--preset {name} runs locally only, because jobs only search layer sets: remove --redis and --server"
         )
     methods = (BASE, preset_of(name).method)
     request = pick(CompareRequest, {**values, "methods": methods, "presets": (name,)})
@@ -259,7 +260,7 @@ def tune_preset(pictures: Pictures, values: dict[str, Any]) -> Result | None:
     options.note_tasks(prompts, "result")
     tuning_prompts, compared_prompts = hold_out(prompts)
     if not compared_prompts:
-        raise InvalidInput(f"{values['stream']} has too few prompts to hold some out: give 4 or more")
+        raise InvalidInput(f"{values['stream']} has too few prompts to hold some out: use at least 4")
     return comparison(request, compared_prompts, tuning_prompts, pictures, values["db"])
 
 

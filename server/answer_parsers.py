@@ -1,7 +1,7 @@
-"""Parsers of a growing completion: its thoughts, its answer and its calls of tools.
+"""Parsers of a growing completion: its thoughts, its answer and its tool calls.
 
-What is parsed is the `AnswerForm` of the model's chat template, and for any model:
-`<tool_call>{…}</tool_call>`, what a block of code begins with (Qwen2.5-Coder writes calls so), and a completion that
+They parse the `AnswerForm` of the model's chat template, and for any model:
+`<tool_call>{…}</tool_call>`, calls at the start of a code block (as Qwen2.5-Coder writes them), and a completion that
 begins with a JSON object or a list of them, also after one of `TAGS`.
 """
 
@@ -72,10 +72,10 @@ class ToolParser:
         return visible
 
     def end(self, is_cut: bool = False) -> str:
-        """End the completion; return the remaining text that is no tool call.
+        """End the completion; return the remaining text that is not a tool call.
 
-        `is_cut`: the model would have gone on. Otherwise a call may lack its closing mark: models end their turn
-        instead of it, and where the mark is a stop token it is no part of the text.
+        `is_cut`: the completion was truncated. Otherwise a call may lack its closing marker, because some models end
+        their turn instead, and because a marker that is a stop token is not part of the text.
         """
         visible = "" if is_cut or self._is_full() else self._take_blocks(is_last=True)
         rest, self._pending_text = visible + self._pending_text, ""
@@ -166,9 +166,9 @@ class ToolParser:
         return None
 
     def _after_mark(self, end: int, closing: str, is_last: bool) -> tuple[int | None, bool]:
-        """Return the place after a body's closing mark, and whether the mark may still come.
+        """Return the position after a body's closing marker, and whether the marker may still come.
 
-        The place is None without the mark; at the end of a completion a part of it is enough.
+        The position is None without the marker; at the end of a completion a part of it is enough.
         """
         rest = self._pending_text[end:].lstrip()
         if not closing or rest.startswith(closing):
@@ -203,7 +203,7 @@ class ToolParser:
 
 
 def _forms_by_mark(forms: Sequence[AnswerForm], tools: Schemas) -> Mapping[str, list[AnswerForm]]:
-    """Return the forms that a mark may begin a call of; a mark with a place for a name stands once per tool."""
+    """Return by opening marker the forms whose calls it may begin; a marker with a name occurs once per tool."""
     forms_by_mark: dict[str, list[AnswerForm]] = {}
     for form in forms:
         for mark in form.calls:
@@ -219,11 +219,11 @@ def _arguments_json(arguments: Any) -> str:
 
 
 class ThoughtParser:
-    """Splits a growing completion into its thoughts and the answer, both without the marks of the form.
+    """Splits a growing completion into its thoughts and the answer, both without the form's markers.
 
-    A thought stands at the beginning; where the form `rethinks`, further ones come after other text. Where it has
-    `calls_in_thoughts`, a call ends the thought, and its mark is of the answer. `is_open`: the prompt has begun the
-    thought. Line breaks next to marks are dropped.
+    A completion begins with its thought; if the form `rethinks`, further thoughts may follow other text. With
+    `calls_in_thoughts`, a call ends the thought, and its marker belongs to the answer. `is_open`: the prompt has begun
+    the thought. Line breaks next to markers are dropped.
     """
 
     def __init__(self, is_open: bool, form: AnswerForm = FORMS["think"]) -> None:
@@ -250,7 +250,7 @@ class ThoughtParser:
         return (rest, "") if self.is_open else ("", rest)
 
     def _decide(self) -> bool:
-        """Find out whether the completion begins with a thought; return whether that is known."""
+        """Determine whether the completion begins with a thought; return whether that is known yet."""
         start, marks = self._pending_text.lstrip(), self._form.thinks
         if any(mark != start and mark.startswith(start) for mark in marks):
             return False
@@ -262,7 +262,7 @@ class ThoughtParser:
         return True
 
     def _parts(self) -> Iterator[tuple[bool, str]]:
-        """Yield whether a part is of a thought, and the part, up to what may be the beginning of a mark."""
+        """Yield parts, each with whether it belongs to a thought; stop at what may be the start of a marker."""
         form = self._form
         while True:
             self._strip()

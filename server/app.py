@@ -89,11 +89,13 @@ def listen(host: str, port: int, settings: ServerSettings) -> socket.socket:
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except (OSError, UnicodeError) as error:
-        raise SettingsError(f"the host {host!r} leads to no address: use 127.0.0.1 or one of this machine's") from error
+        raise SettingsError(
+            f"the host {host!r} cannot be resolved: use 127.0.0.1 or an address of this machine"
+        ) from error
     if not ipaddress.ip_address(str(address[0]).partition("%")[0]).is_loopback and settings.keys.empty:
         raise SettingsError(
-            f"{host} is open to other machines and no API key is set: make one with `swiftopt serve --new-key NAME` and"
-            " put its entry into SWIFTOPT_API_KEYS, or listen on 127.0.0.1"
+            f"{host} is reachable from other machines and no API key is set: create one with"
+            " `swiftopt serve --new-key NAME` and put its entry into SWIFTOPT_API_KEYS, or listen on 127.0.0.1"
         )
     # Name the protocol: with protocol 0, asyncio does not set TCP_NODELAY, which delays each answer by 40 ms.
     listener = socket.socket(family, kind, protocol)
@@ -107,7 +109,7 @@ def listen(host: str, port: int, settings: ServerSettings) -> socket.socket:
         listener.close()
         is_taken = error.errno == errno.EADDRINUSE
         advice = (
-            "end the program that has it, or choose another --port" if is_taken else "choose another --host or --port"
+            "stop the program that uses it, or choose another --port" if is_taken else "choose another --host or --port"
         )
         raise SettingsError(
             f"cannot listen on {host} port {port} ({(error.strerror or '').lower()}): {advice}"
@@ -152,8 +154,8 @@ def serve(
 
 
 class _Server(uvicorn.Server):
-    """Ends when a model cannot be loaded, too; aborts completions still running `drain_s` after the end began, in time
-    to send their clients an error.
+    """Also ends when a model cannot be loaded. Completions still running `drain_s` after shutdown began are aborted
+    early enough to send their clients an error.
     """
 
     def __init__(self, config: uvicorn.Config, engines: Engines, drain_s: float) -> None:
@@ -171,7 +173,7 @@ class _Server(uvicorn.Server):
 
 @contextmanager
 def _reconciling(store: Store, queue: RedisQueue | None) -> Iterator[None]:
-    """Run the reconciler, where there is a Redis, and close its connections at the end."""
+    """Run the reconciler if there is a Redis, and close its connections at the end."""
     if queue is None:
         yield
         return

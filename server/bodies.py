@@ -1,4 +1,4 @@
-"""What bodies of requests have in common: which unknown fields are refused, and how a field is named in an error."""
+"""Base classes of request bodies: handling of unknown fields, and names of fields in errors."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ class Strict(Body):
 
 
 class Lenient(Body):
-    """Unknown keys are kept as they are; `PASSES_ON`: they go to the chat template, so that none is ignored."""
+    """Unknown keys are kept; with `PASSES_ON` they go to the chat template, so none counts as ignored."""
 
     PASSES_ON: ClassVar[bool] = False
 
@@ -115,22 +115,22 @@ class Lenient(Body):
 
     @property
     def extra(self) -> dict[str, Any]:
-        """The fields that this one does not know."""
+        """The unknown fields."""
         return self.model_extra or {}
 
     @property
     def ignored(self) -> list[str]:
-        """The places of what is not obeyed: keys that nobody knows, and those of `unused`, in ASCII for a header."""
+        """The places of fields without effect: unknown keys, and those of `unused`, in ASCII for a header."""
         paths = {to_javascript_path(path) for path in unknown_keys(self)} - set(self.UNSUPPORTED) | {*self.unused()}
         return [json.dumps(path)[1:-1] for path in sorted(paths)]
 
     def unused(self) -> Iterator[str]:
-        """Yield the places of known fields that have no effect with the others."""
+        """Yield the places of known fields that have no effect in this combination."""
         yield from ()
 
 
 def unknown_keys(value: Any, path: Place = ()) -> Iterator[Place]:
-    """Yield the places of the keys that nobody knows, in a request or a part of one, at any depth."""
+    """Yield the places of unknown keys, in a request or a part of one, at any depth."""
     if isinstance(value, list):
         for i, element in enumerate(value):
             yield from unknown_keys(element, (*path, i))

@@ -1,8 +1,8 @@
 """Parsers of the bodies of tool calls, one per `core.answer_forms.Body`.
 
-A reader gets a text, the place where a body begins, the form, and the tools by name with the schemas of their
-arguments. It returns the calls, as names and arguments, and the place after the body. It raises `Incomplete` where
-more text may complete the body, else ValueError.
+A reader gets a text, the position where a body begins, the form, and the tools by name with the schemas of their
+arguments. It returns the calls, as names and arguments, and the position after the body. It raises `Incomplete` if
+more text may complete the body, and ValueError otherwise.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 from ..core.answer_forms import NAME, AnswerForm, Body
 
 Schemas = Mapping[str, Any]  # Tool's name -> JSON schema of its arguments; None: it has none.
-Call = tuple[Any, Any]  # Name and arguments as the model wrote them; the name may be of no tool.
+Call = tuple[Any, Any]  # Name and arguments as the model wrote them; the name may be unknown.
 Reader = Callable[[str, int, AnswerForm, Schemas], tuple[list[Call], int]]
 
 ARGUMENT_KEYS = ("arguments", "parameters", "input")  # Keys of a call's arguments, as families name them.
@@ -27,7 +27,7 @@ _BLANKS = re.compile(r"\s*")
 
 
 def _finite(number: str) -> float:
-    """Read a number; return the largest float for greater ones, because JSON has no infinity."""
+    """Read a number; values beyond the largest float become that float, because JSON has no infinity."""
     return max(-sys.float_info.max, min(sys.float_info.max, float(number)))
 
 
@@ -35,7 +35,7 @@ def _refuse_constant(constant: str) -> NoReturn:
     raise ValueError(f"{constant} is not JSON")
 
 
-# Line breaks within texts, which JSON has no place for, are taken as they are meant.
+# Accept literal line breaks within texts, although JSON forbids them.
 JSON = json.JSONDecoder(parse_float=_finite, parse_constant=_refuse_constant, strict=False)
 _CUT = re.compile(r"[\w.+\\-]*")  # Half of a number, a constant or an escape.
 
@@ -45,9 +45,9 @@ class Incomplete(ValueError):
 
 
 def decoded(text: str, start: int) -> tuple[Any, int]:
-    """Return the JSON value at a place, and the place after it.
+    """Return the JSON value at a position, and the position after it.
 
-    Raises: Incomplete: more text may complete it. ValueError: it is no JSON.
+    Raises: Incomplete: more text may complete it. ValueError: it is not JSON.
     """
     try:
         return JSON.raw_decode(text, start)
@@ -61,9 +61,9 @@ def decoded(text: str, start: int) -> tuple[Any, int]:
 
 
 def calls_of(value: Any) -> list[Call]:
-    """Return the calls that a JSON value holds: an object or a list of objects, under the keys that families use.
+    """Return the calls in a JSON value: an object or a list of objects, with the keys that model families use.
 
-    Raises: ValueError: a part of it is no call.
+    Raises: ValueError: a part of it is not a call.
     """
     calls = list[Call]()
     for entry in value if isinstance(value, list) else [value]:
@@ -123,7 +123,7 @@ def _heads(
 def _item_patterns(
     items: tuple[str, ...], names: tuple[str, ...]
 ) -> tuple[tuple[re.Pattern[str], re.Pattern[str]], ...]:
-    """Return patterns of what stands before and after the arguments of each item; blanks may differ."""
+    """Return patterns of the text before and after the arguments of each item; spaces may differ."""
     groups = {NAME: f"(?P<name>{any_name(names)})", "{id}": r"[\w.:-]*"}
 
     def pattern(written: str) -> re.Pattern[str]:
@@ -167,7 +167,7 @@ def _read_tags(text: str, start: int, form: AnswerForm, tools: Schemas) -> tuple
 
 
 def _read_arguments(text: str, start: int, form: AnswerForm, tools: Schemas) -> tuple[list[Call], int]:
-    """Read one call whose marks are the form's, or calls that stand within marks of their own."""
+    """Read one call with the form's markers, or several calls, each within its own markers."""
     calls, end = list[Call](), start
     while (opening := _CALL.match(text, end)) is not None or not calls:
         head = _ARGUMENTS_OF.match(text, end if opening is None else opening.end())
@@ -194,7 +194,7 @@ def _pairs(pattern: re.Pattern[str], text: str, start: int, schema: Any) -> tupl
 
 
 def _unwrapped(value: str) -> str:
-    """Return a value without the line breaks around it, which templates write on both sides or on none."""
+    """Return a value without the line breaks around it, which templates write on both sides or not at all."""
     return value[1:-1] if len(value) > 1 and value[0] == value[-1] == "\n" else value
 
 
@@ -228,7 +228,7 @@ def _types_of(schema: Any) -> Iterator[str]:
 
 
 def _typed(text: str, types: frozenset[str]) -> Any:
-    """Return the value that a text means where its types are these (none: any): a text where it is nothing else."""
+    """Return the value that a text represents, of one of these types (none: any); otherwise the text itself."""
     if types == {"string"}:
         return text
     for read in (JSON.decode, python_value):
@@ -242,7 +242,7 @@ def _typed(text: str, types: frozenset[str]) -> Any:
 
 
 class _Python:
-    """Reads calls as Python writes them, and as templates do that quote nothing within a text."""
+    """Reads calls in Python notation, also from templates that do not escape quotes within a text."""
 
     _WORD = re.compile(r"[\w.\-]+")
     _NUMBER = re.compile(r"-?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?(?!\w)")
@@ -322,7 +322,7 @@ class _Python:
         return self.value()
 
     def _string(self, quote: str) -> str:
-        """Read a text. A quote within it that nothing follows which could follow a text is part of it."""
+        """Read a text. A quote is part of the text if what follows it could not follow a text."""
         start, parts = self.position + 1, list[str]()
         position = start
         while position < len(self.text):
@@ -365,7 +365,7 @@ class _Python:
         return is_there
 
     def _unexpected(self, words: str) -> ValueError:
-        """Return the error where something else is expected; more text may still bring it where this one ends."""
+        """Return the error for unexpected text: `Incomplete` at the end of the text, otherwise ValueError."""
         return (ValueError if self.text[self.position :].strip() else Incomplete)(words)
 
     def _expect(self, letter: str) -> None:
@@ -373,13 +373,13 @@ class _Python:
             raise self._unexpected(f"{letter} is expected")
 
     def _expect_or_peek(self, end: str) -> None:
-        """Take the comma after a part; the last part may have none."""
+        """Read the comma after a part; the last part may have none."""
         if not self._take(",") and not self.text.startswith(end, self.position):
             raise self._unexpected(f"a comma or {end} is expected")
 
 
 class _Unquoted(_Python):
-    """Reads objects whose keys are bare, and whose texts stand as they are between two equal marks."""
+    """Reads objects with unquoted keys, whose texts stand unescaped between two equal markers."""
 
     _BARE_KEY = re.compile(r"[^:,{}\[\]]+")
 
@@ -414,9 +414,9 @@ def _unquoted(text: str, start: int, quote: str) -> tuple[Any, int]:
 
 
 def python_value(text: str) -> Any:
-    """Return the value that a text spells in Python; templates write values so that they turn into texts.
+    """Return the value of a Python literal, because some templates write values that way.
 
-    Raises: ValueError: it spells none.
+    Raises: ValueError: the text is not a literal.
     """
     reader = _Python(text, 0)
     value = reader.value()

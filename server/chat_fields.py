@@ -20,7 +20,7 @@ WITH_CONTENT = ("developer", "system", "user")
 
 
 class Message(Lenient):
-    """One message of a chat, of a role that OpenAI knows; parts of text are joined."""
+    """One message of a chat, with one of OpenAI's roles; parts of text are joined."""
 
     PASSES_ON: ClassVar = True
 
@@ -33,14 +33,14 @@ class Message(Lenient):
     audio: Any = None
 
     def as_template_message(self, path: str) -> dict[str, Any]:
-        """Return it as templates read it: with the content as a text.
+        """Return the message in the form of templates, with its content as a text.
 
-        Raises: InvalidInput: it has no content, a part of it is no text, or a call names no function.
+        Raises: InvalidInput: it has no content, a part of it is not text, or a call names no function.
         """
         if self.content is None and self.role in WITH_CONTENT:
             raise InvalidInput(f"{path} has no content: give it a text", f"{path}.content")
         if self.audio is not None:
-            raise UnsupportedField(f"{path}.audio: only text is read here, send it as content", f"{path}.audio")
+            raise UnsupportedField(f"{path}.audio: only text is supported, send it as content", f"{path}.audio")
         message = {name: value for name, value in (self.model_extra or {}).items() if value is not None}
         texts = (text_of(self.content or "", f"{path}.content"), self.refusal)
         message |= {"role": self.role, "content": "\n".join(filter(None, texts))}
@@ -55,7 +55,7 @@ class Message(Lenient):
 
 
 def plain_messages(messages: Iterable[Message]) -> tuple[dict[str, Any], ...]:
-    """Return the messages as templates read them.
+    """Return the messages in the form of templates.
 
     Raises: InvalidInput: as `Message.as_template_message`.
     """
@@ -63,14 +63,14 @@ def plain_messages(messages: Iterable[Message]) -> tuple[dict[str, Any], ...]:
 
 
 def _call(call: Mapping[str, Any], path: str, key: str = "function") -> dict[str, Any]:
-    """Return an earlier call of a function, whose arguments may be anything."""
+    """Return an earlier function call, whose arguments may be anything."""
     if (kind := call.get("type", "function")) != "function":
-        raise UnsupportedValue(f"{path} is of type {kind!r}: only calls of functions are read here", f"{path}.type")
+        raise UnsupportedValue(f"{path} is of type {kind!r}: only function calls are supported", f"{path}.type")
     function = call.get("function")
     if not isinstance(function, Mapping):
-        raise InvalidInput(f"{path} has no function: send the call as it was answered", f"{path}.{key}")
+        raise InvalidInput(f"{path} has no function: send the call as the server returned it", f"{path}.{key}")
     if not isinstance(name := function.get("name"), str) or not name:
-        raise InvalidInput(f"{path}.{key} has no name: send the call as it was answered", f"{path}.{key}.name")
+        raise InvalidInput(f"{path}.{key} has no name: send the call as the server returned it", f"{path}.{key}.name")
     return {**call, "type": "function", "function": {"arguments": None, **function}}
 
 
@@ -78,7 +78,7 @@ class Tool(Lenient):
     """A function that the model may call."""
 
     class Function(Lenient):
-        """Its name, and what the model reads about it; `parameters` is the JSON schema of its arguments."""
+        """Its name and its description for the model; `parameters` is the JSON schema of its arguments."""
 
         name: str = Field(min_length=1)
         description: str | None = None
@@ -104,7 +104,7 @@ class Tool(Lenient):
 
 
 class NamedTool(Lenient):
-    """The one tool that is to be called."""
+    """The one tool that must be called."""
 
     class FunctionName(Lenient):
         """Its function."""

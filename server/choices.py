@@ -20,16 +20,16 @@ from .engines import Reply
 class Choice:
     """One completion of an answer as it grows.
 
-    It may call tools, given by name with the schemas of their arguments, `most_calls` of them (None: any number), and
-    has to call one where it `is_forced`.
+    It may call tools, given by name with the schemas of their arguments, at most `most_calls` times (None: no limit),
+    and must call one if it `is_forced`.
 
-    `prefix` is the prompt where it is echoed, and `first` that prompt's first token, which has no log probability,
-    until it is sent. `first_text_s` is the time that its client has waited for its first text. `done` is the engine's
-    last answer, with the `completion`. `n_prompt` and `n_thought` count tokens, `n_sent_thought` characters. `splitter`
-    is there for a model whose thoughts have marks, and `end_of_thought` is the token that ends them, -1 for none.
+    `prefix` is the prompt if it is echoed, and `first` the prompt's first token, which has no log probability,
+    until it is sent. `first_text_s` is the client's wait for its first text. `done` is the engine's last answer, with
+    the `completion`. `n_prompt` and `n_thought` count tokens, `n_sent_thought` characters. `splitter` is set if the
+    model's thoughts have markers, and `end_of_thought` is the token that ends them, or -1.
 
     `logprobs` belong to tokens whose text was not sent yet. For token offsets, `n_characters` counts the characters so
-    far, and `half` holds the bytes of an incomplete character.
+    far, and `half` has the bytes of an incomplete character.
     """
 
     index: int
@@ -154,7 +154,7 @@ class Choice:
 
 
 def token_name_and_bytes(token: Piece) -> tuple[str, list[int]]:
-    """Return a token's name and bytes; a token that is no valid text by itself is named by its bytes."""
+    """Return a token's name and bytes; a token that is not valid text by itself is named by its bytes."""
     if isinstance(token, str):
         return token, list(token.encode())
     return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token), token

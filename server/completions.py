@@ -1,8 +1,8 @@
 """OpenAI's routes: chats and completions, whole or as streams, and the tokens of a text.
 
-Each choice is a separate request to the model's engine. An exchange turns the engine's events into pieces of text. Its
-subclasses turn these into answers, streams and errors in the form of each route. The header `x-swiftopt-ignored` lists
-unknown fields of the request.
+Each choice is a separate request to the model's engine. An `Exchange` turns the engine's events into pieces of text.
+Its subclasses turn these into answers, streams and errors in the form of each route. The header `x-swiftopt-ignored`
+lists unknown fields of the request.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ router = APIRouter(tags=["completions"])
 class Exchange(ABC):
     """A client's request and its answer. Each choice is sent to the engine as a request.
 
-    Raises: InvalidInput: a field cannot be used. Refused: its caller has used its tokens of this minute. ModelNotFound:
-            as the engines raise it.
+    Raises: InvalidInput: a field cannot be used. Refused: its caller has used up its tokens of this minute.
+            ModelNotFound: the model is not served.
     """
 
     ID_PREFIX: ClassVar[str]  # Prefix of response ids.
@@ -89,10 +89,9 @@ class Exchange(ABC):
         """Refuse more completions than the engine could ever run at once."""
         n_completions, n_choices = n_prompts * (self.body.n or 1), self.body.n or 1
         if n_completions > self.engine.n_places:
-            problem = (
-                f"{n_completions} completions are asked for, but this server takes {self.engine.n_places} at a time"
-            )
-            raise InvalidInput(f"{problem}: ask for fewer", "n" if n_choices > 1 else "prompt")
+            limit = f"this server accepts at most {self.engine.n_places} at a time"
+            problem = f"{n_completions} completions are requested, but {limit}"
+            raise InvalidInput(f"{problem}: request fewer", "n" if n_choices > 1 else "prompt")
 
     @abstractmethod
     def whole(self) -> dict[str, Any]:
@@ -149,7 +148,7 @@ class Exchange(ABC):
             return self.whole()
 
     async def _events_of_stream(self) -> AsyncGenerator[ServerSentEvent]:
-        """Yield the events of a stream; an error before the first of them is raised, a later one ends the stream."""
+        """Yield the events of a stream; an error before the first event is raised, a later one ends the stream."""
         try:
             with self._closing():
                 await self._ask()
@@ -182,22 +181,22 @@ class Exchange(ABC):
     async def _pieces(self) -> Pieces:
         """Yield the text of all choices as it arrives.
 
-        Raises: ServiceUnreachable: it takes longer than the server lets it take. EngineGone: the engine died, and the
-                client has seen text that another one may not repeat. SwiftoptError: as the engine says.
+        Raises: ServiceUnreachable: it exceeds the server's time limit. EngineGone: the engine died after the client
+                had received text, which a restart might not repeat. SwiftoptError: an error of the engine.
         """
         index_by_reply = {choice.reply: i for i, choice in enumerate(self.choices)}
         while any(choice.done is None for choice in self.choices):
             try:
                 reply, answer = await next_answer(self._answers, self._deadline_s - time.monotonic())
             except TimeoutError:
-                problem = "the completion took longer than this server lets one take: ask for fewer tokens, or later"
+                problem = "the completion exceeded the server's time limit: request fewer tokens, or try later"
                 raise ServiceUnreachable(problem) from None
             choice = self.choices[index_by_reply[reply]]
             match answer:
                 case Restarted():
                     # Text may have been sent to the client already, so the request cannot restart.
                     if reply.is_shown:
-                        raise EngineGone(f"the engine of {self.engine.served.name} died: ask again")
+                        raise EngineGone(f"the engine of {self.engine.served.name} died: send the request again")
                     self.choices[index_by_reply[reply]] = choice.fresh_copy()
                 case PromptRead():
                     choice.begin(answer)
@@ -209,7 +208,7 @@ class Exchange(ABC):
                     yield choice, text
 
     def _count(self, choice: Choice, done: AnswerDone) -> None:
-        """Count a choice that has ended, and keep its figures."""
+        """Count a finished choice, and keep its figures."""
         request, is_single = choice.reply.question, len(self.choices) == 1
         assert isinstance(request, Decode)
         id, keeps_texts = self.id if is_single else f"{self.id}-{choice.index}", bool(self.engine.served.keep_prompts)
@@ -219,7 +218,7 @@ class Exchange(ABC):
         self._app.engines.requests.add(ended)
 
     def _count_failed(self, error: str) -> None:
-        """Count the choices that have no end yet; one entry of the list of requests says why for all of them."""
+        """Count the unfinished choices as failed; one entry in the list of requests gives the reason for all."""
         n_open = sum(choice.done is None for choice in self.choices) if self.choices else len(self._requests)
         self._metrics.fail(self.body.model, n_open)
         total_s = time.monotonic() - self._arrived_s
@@ -227,9 +226,9 @@ class Exchange(ABC):
         self._app.engines.requests.add(failed)
 
     def explanation(self) -> dict[str, Any]:
-        """Return how the answer was decoded, as a field of it, if the server tells that; of several choices the first.
+        """Return how the answer was decoded, as a field of the answer, unless the server omits it.
 
-        `exact` is of all choices.
+        With several choices it describes the first; only `exact` covers all.
         """
         done = self.choices[0].done
         if not self._app.settings.explains or done is None:
@@ -283,7 +282,7 @@ def _with_seeds(request: CompletionRequest, n: int) -> Iterator[CompletionReques
 
 
 class ChatExchange(Exchange):
-    """A chat, whose stream has chunks of the same form, and ends with `[DONE]`."""
+    """A chat; its stream has chunks of the same form, and ends with `[DONE]`."""
 
     ID_PREFIX = "chatcmpl"
     # `object` of a whole answer and of a stream's chunk.
@@ -354,7 +353,7 @@ class ChatExchange(Exchange):
         yield {"index": choice.index, "delta": delta, "finish_reason": None, "logprobs": None}
 
     def _deltas(self, choice: Choice, text: str) -> Iterator[dict[str, Any]]:
-        """Yield what is new of a choice: its thought, its text, and each call's name and arguments."""
+        """Yield the new parts of a choice: its thought, its text, and each call's name and arguments."""
         if thought := choice.thought[choice.n_sent_thought :]:
             choice.n_sent_thought += len(thought)
             yield {"delta": {"reasoning_content": thought}}
@@ -407,7 +406,7 @@ class ChatExchange(Exchange):
 
 
 class TextExchange(ChatExchange):
-    """A completion of texts: the same in the older form."""
+    """A completion of texts: the same in OpenAI's older form."""
 
     ID_PREFIX = "cmpl"
     OPERATION = "text_completion"
@@ -458,14 +457,12 @@ async def completions(app: Shared, request: Request, body: AskedText) -> Respons
 
 @router.post("/tokenize", operation_id="tokenize", response_class=Response)
 async def tokenize(app: Shared, request: Request, body: AskedTokens) -> Response:
-    """The token ids of the prompt that a chat or a completion of the same body reads."""
+    """The token ids of the prompt of a chat or a completion with this body."""
     with body.naming():
         body.check()
         prompt, *further_prompts = body.requests("")
         if further_prompts:
-            raise InvalidInput(
-                f"prompt has {1 + len(further_prompts)} prompts: ask for the tokens of one at a time", "prompt"
-            )
+            raise InvalidInput(f"prompt has {1 + len(further_prompts)} prompts: send one at a time", "prompt")
         prompt_tokens = await _call_engine(app, request, body.model, Tokenize(prompt), PromptTokens)
     if prompt_tokens is None:
         return Response(status_code=CLIENT_CLOSED_REQUEST)

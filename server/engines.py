@@ -51,20 +51,20 @@ from ..core.requests import ServedModel
 from .metrics import EngineMetrics
 from .request_log import RequestLog
 
-LONGEST_LINE = 1 << 28  # Most bytes of a message from an engine's process.
+LONGEST_LINE = 1 << 28  # Maximum bytes of a message from an engine's process.
 BACKOFF_S = (0.5, 30.0)  # Seconds before a restart: after the first crash, and at most.
 ANSWER_S = 30.0  # Timeout of questions that need no decoding.
 TUNING_S = 0.5  # Timeout for the engines' tuning status when metrics are scraped.
-MOST_RESTARTS = 2  # Crashes that a request survives: after more, it is failed as their likely cause.
+MOST_RESTARTS = 2  # Crashes that a request survives; after more, it fails as their likely cause.
 LOG_S = 30.0  # Seconds between two log lines about the same phase of loading a model.
 END_S = 5.0  # Seconds for a process to exit before it is killed.
 KEYS_S = 5.0  # Seconds between two looks at the API keys in force.
-MOST_NAMED = 8  # Models that an error names.
+MOST_NAMED = 8  # Maximum number of models named in an error.
 STEADY_S = 60.0  # Uptime after which the restart delay is reset to its minimum.
 
 # What usually ends a process by a signal.
 LIKELY_CAUSES: dict[int, str] = {
-    signal.SIGBUS: ", because a file of the model was cut while it was read: it is loaded again",
+    signal.SIGBUS: ", because a file of the model was truncated while it was read: the model is loaded again",
     signal.SIGKILL: ", probably for lack of memory",
 }
 
@@ -103,7 +103,7 @@ A = TypeVar("A")
 async def next_answer(answers: Answers, within_s: float) -> tuple[Reply, Answer | Restarted]:
     """Wait for the next answer to the replies that share a queue.
 
-    Raises: TimeoutError: none comes in time. SwiftoptError: the request failed, as the engine's process has it.
+    Raises: TimeoutError: no answer in time. SwiftoptError: the request failed in the engine's process.
     """
     async with asyncio.timeout(within_s):
         reply, answer = await answers.get()
@@ -135,7 +135,7 @@ class EngineProcess:
 
     @property
     def state(self) -> str:
-        """Why it takes no requests, or "ok"."""
+        """The reason why it accepts no requests, or "ok"."""
         return self.reason if self.about is None else "ok"
 
     def card(self) -> dict[str, Any]:
@@ -154,18 +154,18 @@ class EngineProcess:
         }
 
     def unread(self, body: object) -> list[str]:
-        """Return a request's fields that only a chat template could obey, and that the model's does not read."""
+        """Return a request's fields that only a chat template could use but the model's template does not read."""
         read = () if self.about is None else self.about.template_fields
         return [name for name in TEMPLATE_FIELDS if getattr(body, name, None) is not None and name not in read]
 
     @property
     def n_places(self) -> int:
-        """Most requests that may run or wait at a time."""
+        """Maximum number of requests that may run or wait at a time."""
         return self.served.concurrency + self.most_waiting
 
     @property
     def n_requests(self) -> int:
-        """The requests that run or wait."""
+        """Number of running and waiting requests."""
         replies = list(self._replies.values())  # Copy, because metrics are read in another thread.
         return sum(isinstance(reply.question, Decode) for reply in replies)
 
@@ -188,16 +188,16 @@ class EngineProcess:
 
     def _check_places(self, n_taken: int) -> None:
         if n_taken >= self.n_places:
-            problem = f"{n_taken} requests run or wait already for {self.served.name}: try again in a few seconds"
+            problem = f"{n_taken} requests already run or wait for {self.served.name}: try again in a few seconds"
             raise Busy(problem)
 
     def ask(self, question: Question, answers: Answers | None = None) -> Reply:
         """Send a question; its answers go to the given queue (None: to a new one).
 
-        Raises: EngineGone: the process is not there. Busy: too many requests to decode wait. InvalidInput: `encode`.
+        Raises: EngineGone: no process runs. Busy: too many requests wait. InvalidInput: as in `encode`.
         """
         if self.about is None:
-            raise EngineGone(f"the engine of {self.served.name} cannot serve now ({self.reason}): try again soon")
+            raise EngineGone(f"the engine of {self.served.name} is not available ({self.reason}): try again soon")
         if isinstance(question, Decode):
             self._check_places(self.n_requests)
         question = replace(question, id=next(self._numbers), request_id=logs.request_id.get())
@@ -209,7 +209,7 @@ class EngineProcess:
     async def call(self, question: Question, kind: type[A], within_s: float = ANSWER_S) -> A:
         """Return the answer, of a given type, to a question that has exactly one.
 
-        Raises: as `ask`; the engine's own error; EngineGone: it does not answer in time.
+        Raises: as in `ask`; an error of the engine; EngineGone: it does not answer in time.
         """
         reply = self.ask(question)
         try:
@@ -223,7 +223,7 @@ class EngineProcess:
         raise EngineGone(f"the engine of {self.served.name} does not answer: try again soon")
 
     async def ask_tuning(self, within_s: float = ANSWER_S) -> ModelTuning:
-        """Return the engine's tuning status and keep it in `tuning`; `unavailable` says why there is no answer."""
+        """Return the engine's tuning status and keep it in `tuning`; `unavailable` is the reason without an answer."""
         try:
             self.tuning = (await self.call(Steer(), TuningNow, within_s)).tuning
         except SwiftoptError as error:
@@ -236,7 +236,7 @@ class EngineProcess:
         self._verbs[steer.task if steer.verb == "pin" else None] = steer
 
     def tell_keys(self, names: tuple[str, ...]) -> None:
-        """Have the engine, and restarted ones, forget what is kept for API keys other than these."""
+        """Have the engine, also after restarts, delete what is kept for API keys other than these."""
         if self._keys is None or self._keys.names != names:
             self._keys = Keys(names)
             if self.about is not None:
@@ -248,11 +248,11 @@ class EngineProcess:
             self._write(Cancel(reply.question.id))
 
     def give_up(self) -> None:
-        """Fail the requests that are left, because the server ends."""
+        """Fail the remaining requests, because the server shuts down."""
         self._load_ended.set()
         for reply in list(self._replies.values()):
             self.drop(reply)
-            problem = "the server ended before the answer did (--drain): ask again"
+            problem = "the server shut down before the answer was complete (--drain): send the request again"
             reply.put(Failed.of(reply.question.id, EngineGone(problem)))
 
     def _write(self, message: FromServer) -> None:
@@ -261,7 +261,7 @@ class EngineProcess:
             self._stdin.write(line)
 
     async def keep(self) -> None:
-        """Keep a process alive until this is cancelled, or the first load finds that the model cannot be loaded."""
+        """Keep a process alive until this is cancelled, or the first load shows that the model cannot be loaded."""
         wait_s = BACKOFF_S[0]
         while True:
             started_s = time.monotonic()
@@ -341,7 +341,7 @@ class EngineProcess:
                     reply.put(answer)
 
     def _log_loading(self, step: str) -> None:
-        """Log a step of the loading if its phase has just begun or lasts LOG_S."""
+        """Log a step of loading if its phase has just begun or was last logged LOG_S ago."""
         self._on_state(self.served.name, self.state)
         (phase, logged_at), now_s = self._last_logged, time.monotonic()
         if phase_of(step) != phase or now_s - logged_at >= LOG_S:
@@ -362,17 +362,17 @@ class EngineProcess:
                 reply.put(Restarted())
             else:
                 del self._replies[reply.question.id]
-                problem = f"the engine of {self.served.name} died ({self.reason}): ask again"
+                problem = f"the engine of {self.served.name} died ({self.reason}): send the request again"
                 reply.put(Failed.of(reply.question.id, EngineGone(problem)))
 
 
 def _is_of_model(error: SwiftoptError) -> bool:
-    """Tell whether a load failed for what the model is, so that another one would fail for the same reason."""
+    """Return whether a load failed because of the model itself, so that another attempt would fail, too."""
     return isinstance(error, ModelNotFound | UnsupportedModel) and not isinstance(error, HubUnreachable)
 
 
 def ended_how(code: int) -> str:
-    """Say how a process ended, by its exit code, which is negative for a signal."""
+    """Describe how a process ended, from its exit code (negative for a signal)."""
     if code >= 0:
         return f"its process ended with code {code}"
     return f"its process ended by signal {-code}{LIKELY_CAUSES.get(-code, '')}"
@@ -399,14 +399,14 @@ class Engines:
         on_state: OnState = lambda name, state: None,
         key_names: Callable[[], tuple[str, ...] | None] = lambda: None,
     ) -> None:
-        """Args: key_names: gives the names of the API keys in force; None: requests need no key."""
+        """Args: key_names: returns the names of the valid API keys; None: requests need no key."""
         self.of = {model.name: EngineProcess(model, most_waiting, on_state) for model in models}
         self._key_names = key_names
         self.metrics, self.requests = EngineMetrics(self.of), RequestLog()
 
     @property
     def load_error(self) -> SwiftoptError | None:
-        """Why a model cannot be loaded, for which the server ends; None: none failed so."""
+        """The error of a model that cannot be loaded, which ends the server; None: there is none."""
         return next((engine.load_error for engine in self.of.values() if engine.load_error is not None), None)
 
     def all(self) -> list[EngineProcess]:
@@ -415,23 +415,23 @@ class Engines:
         Raises: ModelNotFound: there is none.
         """
         if not self.of:
-            raise ModelNotFound("this server decodes nothing: start it with `swiftopt serve --model MODEL`", "model")
+            raise ModelNotFound("this server has no model: start it with `swiftopt serve --model MODEL`", "model")
         return list(self.of.values())
 
     def find(self, name: str) -> EngineProcess:
         """Return the engine that serves a model.
 
-        Raises: ModelNotFound: none does; it names the one of a similar name, else those that are served.
+        Raises: ModelNotFound: the model is not served; the message names a similar one, or those that are served.
         """
         names = [engine.served.name for engine in self.all()]
         if name not in names:
             similar_names = get_close_matches(name, names, n=1)
             advice = f"did you mean {similar_names[0]!r}?" if similar_names else f"use {', '.join(names[:MOST_NAMED])}"
-            raise ModelNotFound(f"no model {name!r} is served here: {advice}", "model")
+            raise ModelNotFound(f"the model {name!r} is not served here: {advice}", "model")
         return self.of[name]
 
     def give_up(self) -> None:
-        """Fail the requests that are left, because the server ends."""
+        """Fail the remaining requests, because the server shuts down."""
         logger.warning("drain=over requests=%d", sum(engine.n_requests for engine in self.of.values()))
         for engine in self.of.values():
             engine.give_up()
@@ -454,7 +454,7 @@ class Engines:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _follow_keys(self) -> None:
-        """Tell the engines the names of the API keys whenever they change, until this is cancelled."""
+        """Send the engines the names of the API keys whenever they change, until this is cancelled."""
         while True:
             if (names := self._key_names()) is not None:
                 for engine in self.of.values():

@@ -1,7 +1,7 @@
 """Errors over HTTP: RFC 9457 problem details, and OpenAI's form on its routes.
 
 A problem has one stable `type` per class of error and one sentence as `detail`. OpenAI's form has that sentence as
-`message`, and OpenAI's own words as `type` and `code`, by which clients choose what to do.
+`message`, and OpenAI's own words as `type` and `code`, on which clients base their reaction.
 """
 
 from __future__ import annotations
@@ -59,10 +59,10 @@ ANSWERS: tuple[tuple[type[SwiftoptError], int, str | None], ...] = (
 )
 HTTP: dict[int, tuple[str, str, str | None]] = {  # Status -> (problem type, what to do, OpenAI's code).
     400: ("malformed", "the body cannot be read: send valid JSON (or a valid multipart form) in UTF-8", None),
-    404: ("no-such-route", "there is nothing at this address: /openapi.json lists what there is", "unknown_url"),
+    404: ("no-such-route", "there is nothing at this address: /openapi.json lists all routes", "unknown_url"),
     405: (
         "method-not-allowed",
-        "this address does not take that method: the header Allow lists those it takes",
+        "this address does not support that method: the header Allow lists the supported ones",
         "method_not_supported",
     ),
 }
@@ -82,7 +82,7 @@ PATHS_WITH_OWN_ERRORS = ("/v1/layer-sets", "/v1/jobs", "/v1/streams", "/v1/tunin
 
 
 class Problem(BaseModel):
-    """An error, as RFC 9457 has it."""
+    """An error in the form of RFC 9457."""
 
     type: str = Field(description="A stable URN per class of error.")
     title: str
@@ -91,10 +91,10 @@ class Problem(BaseModel):
 
 
 class OpenAIError(BaseModel):
-    """An error, as OpenAI has it."""
+    """An error in OpenAI's form."""
 
     class Error(BaseModel):
-        """What was wrong; `param` is the field."""
+        """The error; `param` is the invalid field."""
 
         message: str = Field(description="One sentence: what, where, what to do.")
         type: str = Field(description="`invalid_request_error`, `requests`, `tokens` (429) or `server_error`.")
@@ -105,7 +105,7 @@ class OpenAIError(BaseModel):
 
 
 class Refused(HTTPException):
-    """Turns a request away: `kind` ends the problem's type, `param` names a field, `code` is OpenAI's."""
+    """Refuses a request: `kind` is the end of the problem's type, `param` names a field, `code` is OpenAI's."""
 
     def __init__(
         self,
@@ -120,7 +120,7 @@ class Refused(HTTPException):
         self.kind, self.param, self.code = kind, param, code
 
     def response(self, path: str) -> Response:
-        """Return the response in the form that clients of the route at `path` read."""
+        """Return the response in the form that clients of the route at `path` expect."""
         if not has_openai_errors(path):
             values = as_problem(self.status_code, self.kind, self.detail)
             return Response(json.dumps(values), self.status_code, self.headers, MEDIA_TYPE)
@@ -136,7 +136,7 @@ class Refused(HTTPException):
 
 
 def has_openai_errors(path: str) -> bool:
-    """Return whether the errors of a route have OpenAI's form, as those of unknown routes do."""
+    """Return whether the errors of a route have OpenAI's form; those of unknown routes do."""
     return path == "/v1" or (path.startswith(GUARDED) and not path.startswith(PATHS_WITH_OWN_ERRORS))
 
 
@@ -147,7 +147,7 @@ def as_problem(status: int, kind: str, detail: str) -> dict[str, Any]:
 
 
 def answer_to(error: SwiftoptError) -> tuple[int, str | None]:
-    """Return the HTTP status and OpenAI's code that an error answers with."""
+    """Return the HTTP status and OpenAI's code of an error."""
     return next((status, code) for kind, status, code in ANSWERS if isinstance(error, kind))
 
 
@@ -157,7 +157,7 @@ def kind_of(error: SwiftoptError) -> str:
 
 
 def install(app: FastAPI) -> None:
-    """Let every error of the app be answered in the form of its route."""
+    """Install handlers that answer every error in the form of its route."""
     for kind in (SwiftoptError, RequestValidationError, HTTPException, Exception):
         app.add_exception_handler(kind, _respond)
 
@@ -167,7 +167,7 @@ async def _respond(request: Request, error: Exception) -> Response:
 
 
 def refused_at(request: Request, error: Exception) -> Refused:
-    """Return the error as HTTP answers a request with it; at an unknown address it names the one that was meant."""
+    """Return the HTTP error for an exception; at an unknown address it suggests the intended one."""
     refused = refused_by(error)
     if refused.kind == "no-such-route" and (meant := _meant_route(request)):
         refused.detail = f"there is nothing at this address: use {meant}"
@@ -175,7 +175,7 @@ def refused_at(request: Request, error: Exception) -> Refused:
 
 
 def _meant_route(request: Request) -> str:
-    """Return the route that a client with a base URL that lacks `/v1`, or has it twice, has meant; "" if none."""
+    """Return the intended route of a client whose base URL lacks `/v1` or has it twice; "" if there is none."""
     path = request.url.path
     meant = path.removeprefix("/v1") if path.startswith("/v1/v1/") else f"/v1{path}"
     scope = {**request.scope, "path": meant, "raw_path": meant.encode()}
@@ -183,7 +183,7 @@ def _meant_route(request: Request) -> str:
 
 
 def refused_by(error: Exception) -> Refused:
-    """Return the error as HTTP answers with it."""
+    """Return the HTTP error for an exception."""
     if isinstance(error, Refused):
         return error
     if isinstance(error, SwiftoptError):
@@ -199,7 +199,7 @@ def refused_by(error: Exception) -> Refused:
         if "GET" in headers.get("Allow", ""):
             headers["Allow"] += ", HEAD"
         return Refused(error.status_code, kind, detail, headers, code=code)
-    return Refused(500, "internal", "the server failed at this request: its log says why, tell its operator")
+    return Refused(500, "internal", "the server failed on this request: its log has the reason, tell its operator")
 
 
 def _invalid(error: RequestValidationError) -> Refused:
@@ -216,14 +216,14 @@ def _invalid(error: RequestValidationError) -> Refused:
         ]
         problem, path, value_errors = explain_body_error(body_errors, error.body)
         return Refused(422, "invalid-input", problem, param=path or None, code=_code_of(value_errors))
-    # Behind a parameter's name only pydantic's name of the type that it tried can follow: parameters are scalars.
+    # After a parameter's name only pydantic's name of the tried type can follow, because parameters are scalars.
     field_path = [str(part)[:100] for part in first_error["loc"][:2]]
     problem = explain_error(field_path, first_error["type"], first_error["msg"], first_error["input"])
     return Refused(422, "invalid-input", problem, code="invalid_value")
 
 
 def _code_of(errors: Sequence[Mapping[str, Any]]) -> str:
-    """Return OpenAI's code for pydantic's errors of one value, each of them by another type that it could have."""
+    """Return OpenAI's code for pydantic's errors about one value, one error per type that the value could have."""
     codes = [_body_code(error) for error in errors]
     return next((code for code in codes if code != "invalid_type"), "invalid_type")
 

@@ -1,6 +1,6 @@
-"""Jobs over HTTP: submit, list, show, steer, download what they produced, and follow their events.
+"""Jobs over HTTP: submit, list, show, control, download their outputs, and follow their events.
 
-The prompts of a job come with it, from an upload, or from a file under a configured folder.
+The prompts of a job are in its body, in an upload, or in a file under a configured folder.
 """
 
 from __future__ import annotations
@@ -68,12 +68,12 @@ class StreamSource(Strict):
         description="Stream lines: objects with one of prompt, messages, question, turns; task, id, max_new_tokens.",
     )
     name: Word = Field(default="", description="A file under a stream folder of the server: a plain relative path.")
-    upload: Sha256 = Field(default="", description="What POST /v1/streams gave.")
+    upload: Sha256 = Field(default="", description="The SHA-256 that POST /v1/streams returned.")
 
     @model_validator(mode="after")
     def _one(self) -> Self:
         if len(self.model_fields_set) != 1:
-            raise ValueError("give exactly one of prompts, name and upload")
+            raise ValueError("send exactly one of prompts, name and upload")
         return self
 
 
@@ -84,16 +84,16 @@ class JobSubmission(Strict):
     stream: StreamSource
     task: Task | None = Field(default=None, description="Task of lines that name none; default: the name's stem.")
     preset: Literal[SEARCHED] | None = Field(  # type: ignore[valid-type]
-        default=None, description="A paper's search with each of its numbers; `settings` given with it win."
+        default=None, description="A paper's search with all of its numbers; explicit `settings` override it."
     )
     settings: TuningSettings = Field(default_factory=TuningSettings)
     sampling: Sampling = Field(default_factory=Sampling)
     max_new_tokens: Count = MAX_NEW_TOKENS
     dtype: Literal[DTYPES] = "auto"  # type: ignore[valid-type]
     device: Annotated[str, StringConstraints(pattern=r"^(auto|cpu|cuda(:[0-9]{1,4})?|auto-map)$")] = "auto"
-    speed: Speed = Field(default="auto", description="How the worker's runtime computes; graphs want CUDA.")
-    limit: Depth | None = Field(default=None, description="Take only the first prompts.")
-    concurrency: Depth = Field(default=1, description="How many prompts are decoded at once.")
+    speed: Speed = Field(default="auto", description="How the worker computes; graphs need CUDA.")
+    limit: Depth | None = Field(default=None, description="Use only the first prompts.")
+    concurrency: Depth = Field(default=1, description="Number of prompts decoded at once.")
     queue: QueueName = DEFAULT_QUEUE
 
     @model_validator(mode="before")
@@ -110,16 +110,16 @@ class JobSubmission(Strict):
         }
 
     def tune_request(self, stream: str, task: str) -> TuneRequest:
-        """Return the request for a worker; the prompts are stored apart."""
+        """Return the request for a worker; the prompts are stored separately."""
         fields = {name: value for name, value in self if name not in ("queue", "preset")}
         return TuneRequest(**{**fields, "stream": stream, "task": task})
 
 
 def _check_storable(value: Any) -> None:
-    """Raise ValueError where a text or number in it cannot be stored as JSON by every database."""
+    """Raise ValueError if a text or number in the value cannot be stored as JSON by every database."""
     encodable(value)
     if isinstance(value, float) and not math.isfinite(value):
-        raise ValueError(f"{value} is no finite number")
+        raise ValueError(f"{value} is not a finite number")
     elif isinstance(value, list):
         for element in value:
             _check_storable(element)
@@ -166,7 +166,7 @@ def prompts_of(app: State, body: JobSubmission) -> tuple[list[Prompt], str, str]
     source = body.stream
     if source.upload:
         if body.task is not None:
-            raise SettingsError("an uploaded stream has its tasks already: name them with POST /v1/streams?task=…")
+            raise SettingsError("an uploaded stream already has its tasks: set them with POST /v1/streams?task=…")
         stream_text = app.store.jobs.stream(source.upload)
         if stream_text is None:
             raise NotFound(f"no stream {source.upload} was uploaded: send it to POST /v1/streams first")
@@ -182,14 +182,14 @@ def prompts_of(app: State, body: JobSubmission) -> tuple[list[Prompt], str, str]
 
 
 def read_named(folders: Sequence[Path], name: str, max_bytes: int) -> bytes:
-    """Read a regular file under one of the folders, whatever symbolic links lie on the way.
+    """Read a regular file under one of the folders; symbolic links may not lead outside.
 
-    Raises: SettingsError: the name is no plain relative path, or leads out of the folder or to no file.
-        StreamNotFound: there is no such file; it names the nearest.
+    Raises: SettingsError: the name is not a plain relative path, leads out of the folder, or is not a file.
+        StreamNotFound: there is no such file; the message names the nearest.
     """
     path = PurePosixPath(name)
     if path.is_absolute() or ".." in path.parts or "\\" in name or not name.isprintable() or len(name) > 512:
-        raise SettingsError(f"stream name {name!r} is no plain relative path: name a file under a stream folder")
+        raise SettingsError(f"stream name {name!r} is not a plain relative path: use a file under a stream folder")
     if not folders:
         raise StreamNotFound(f"this server has no stream folder for {name!r}: send the prompts, or upload them")
     for folder in folders:
@@ -199,17 +199,17 @@ def read_named(folders: Sequence[Path], name: str, max_bytes: int) -> bytes:
             continue
         except OSError as error:
             # For example a name that is too long, a loop of symbolic links, or missing permission.
-            raise SettingsError(f"stream {name!r} cannot be read ({error.strerror}): name another file") from error
+            raise SettingsError(f"stream {name!r} cannot be read ({error.strerror}): use another file") from error
     close_names = difflib.get_close_matches(name, stream_names(folders), n=1, cutoff=0.3)
     advice = f"did you mean {close_names[0]!r}?" if close_names else "check the name, or upload it"
     raise StreamNotFound(f"there is no stream {name!r} in the server's stream folders: {advice}")
 
 
 def _read(folder: Path, name: str, max_bytes: int) -> bytes:
-    """Raises: FileNotFoundError and other OSError; SettingsError: it leads outside, is no file, or is too large."""
+    """Raises: FileNotFoundError and other OSError; SettingsError: it leads outside, is not a file, or is too large."""
     real_path = Path(os.path.realpath(folder / name, strict=True))
     if not real_path.is_relative_to(folder):
-        raise SettingsError(f"stream {name!r} leads out of the server's stream folder: name a file inside it")
+        raise SettingsError(f"stream {name!r} is outside the server's stream folder: use a file inside it")
     # Open the path component by component without following links: it may have been replaced since the check.
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     for component in real_path.relative_to(folder).parts:
@@ -221,7 +221,7 @@ def _read(folder: Path, name: str, max_bytes: int) -> bytes:
     with open(descriptor, "rb") as file:
         file_stat = os.fstat(file.fileno())
         if not stat.S_ISREG(file_stat.st_mode):
-            raise SettingsError(f"stream {name!r} is no regular file: name a JSON Lines file")
+            raise SettingsError(f"stream {name!r} is not a regular file: use a JSON Lines file")
         content = file.read(max_bytes + 1)
     if len(content) > max_bytes:
         raise SettingsError(f"stream {name!r} is larger than {max_bytes / MIB:g} MiB: split it")
@@ -241,12 +241,12 @@ async def upload_stream(
     app: Shared,
     task: Annotated[Task, Query(description="Task of lines that name none.")] = DEFAULT_TASK,
 ) -> Response:
-    """Store a stream for jobs to name by its SHA-256; every line is checked at once, an error names it."""
+    """Store a stream that jobs can name by its SHA-256; every line is checked, and an error names the line."""
     if request.headers["content-type"].lower().startswith("multipart/"):
         async with request.form(max_files=1, max_fields=0) as form:
             file = form.get("file")
             if not isinstance(file, UploadFile):
-                raise StreamError("the form has no file: send the stream as its part 'file'")
+                raise StreamError("the form has no file: send the stream as the part 'file'")
             content = await file.read()
     else:
         content = await request.body()
@@ -255,7 +255,7 @@ async def upload_stream(
 
 
 def keep_upload(app: State, content: bytes, task: str) -> tuple[str, int]:
-    """Store a stream for jobs to name; returns its SHA-256 and the number of its prompts.
+    """Store a stream that jobs can name; return its SHA-256 and the number of its prompts.
 
     Raises: StreamError: a line is not a prompt.
     """
@@ -277,15 +277,15 @@ async def events(
     job: JobId,
     after: Annotated[int | None, Query(ge=0, le=LARGEST, description="Only events after this id.")] = None,
     last_event_id: Annotated[
-        int | None, Header(ge=0, le=LARGEST, description="As `after`; a client that reconnects sends it.")
+        int | None, Header(ge=0, le=LARGEST, description="Like `after`; sent by clients that reconnect.")
     ] = None,
-    format: Annotated[Literal["json", "sse"] | None, Query(description="Overrules the header Accept.")] = None,
-    limit: Annotated[int, Query(ge=1, le=1000, description="Of a JSON page.")] = 1000,
+    format: Annotated[Literal["json", "sse"] | None, Query(description="Overrides the header Accept.")] = None,
+    limit: Annotated[int, Query(ge=1, le=1000, description="Maximum events of a JSON page.")] = 1000,
 ) -> Response:
-    """The job's events from the first on, or after `Last-Event-ID`; `end` with the job is the last one.
+    """The job's events from the first one, or after `Last-Event-ID`; the last event is `end` with the job.
 
-    `progress` events come without an id when the figures have changed. With `Accept: application/json` or
-    `format=json`: one page of what is there.
+    `progress` events have no id and are sent when the figures have changed. With `Accept: application/json` or
+    `format=json` the answer is one page of the events so far.
     """
     first_event_id = last_event_id if last_event_id is not None else (after or 0)
     if format == "json" or (format is None and "application/json" in request.headers.get("accept", "")):
@@ -300,19 +300,22 @@ async def events(
     operation_id="submit_job",
     status_code=202,
     response_model=Job,
-    responses={200: {"model": Job, "description": "The same job was there already."}},
+    responses={200: {"model": Job, "description": "The same job already existed."}},
 )
 def submit(
     app: Shared,
     body: JobSubmission,
     idempotency_key: Annotated[
         str | None,
-        Header(pattern=r"^[\x21-\x7e]{1,255}$", description="Makes a repeated submission give the job of the first."),
+        Header(
+            pattern=r"^[\x21-\x7e]{1,255}$",
+            description="A repeated submission with this key returns the first one's job.",
+        ),
     ] = None,
 ) -> Response:
     """Submit a tuning job: 202 with its address; 200 if an unfinished job does the same, or the key is known.
 
-    A job that cannot succeed is refused: 422, or 404 where its model is not there.
+    A job that cannot succeed is refused: 422, or 404 if its model does not exist.
     """
     prompts, stream, task = prompts_of(app, body)
     job, is_new = app.board.submit(body.tune_request(stream, task), prompts, body.queue, idempotency_key)
@@ -320,7 +323,7 @@ def submit(
 
 
 def _values(app: State, job: Job) -> dict[str, Any]:
-    """Return a job as it is answered by itself: with what keeps it from running."""
+    """Return the answer for a single job, including its obstacle."""
     return replace(job, obstacle=app.board.obstacle(job)).to_json()
 
 
@@ -332,7 +335,7 @@ def jobs(app: Shared, state: JobState | None = None, limit: Annotated[int, Query
 
 @router.get("/{job}", operation_id="job", response_model=Job)
 def show(app: Shared, job: JobId) -> Response:
-    """One job as it is now; `obstacle` says why it does not run, while it is queued and nobody can take it."""
+    """The current state of one job; `obstacle` is the reason while it is queued and no worker can take it."""
     return JSONResponse(_values(app, app.board.get(job)))
 
 
@@ -355,7 +358,7 @@ def outputs(app: Shared, job: JobId) -> Response:
 
 @router.post("/{job}/{verb}", operation_id="steer_job", response_model=Job)
 def steer(app: Shared, job: JobId, verb: Verb) -> Response:
-    """Pause, resume, stop, cancel or retry a job; it as it is then. A running job pauses or stops at its next step."""
+    """Pause, resume, stop, cancel or retry a job, and return it. A running job pauses or stops at its next step."""
     return JSONResponse(_values(app, app.board.act(job, verb)))
 
 

@@ -1,7 +1,7 @@
 """Layer sets over HTTP: one lookup, many at once, lists.
 
-Lookups must be fast: answers are encoded once, one query tells every half second which of them still hold, and equal
-concurrent queries share one database query.
+Lookups must be fast: answers are encoded once, one query checks every half second which of them are still valid, and
+equal concurrent queries share one database query.
 """
 
 from __future__ import annotations
@@ -66,9 +66,9 @@ class Batch(Strict):
 
 @dataclass(frozen=True, slots=True)
 class PlanAnswer(FoundPlan):
-    """How to decode, under the names that were asked for; `fallback` says in words what differs from them.
+    """How to decode, under the requested names; `fallback` describes how the plan differs from the request.
 
-    `layer_set` and `learned` are null where the method needs none, `alias` where a version was asked for.
+    `layer_set` and `learned` are null if the method needs none, `alias` if a version was requested.
     """
 
     model: str = ""
@@ -86,11 +86,11 @@ Answer = dict[str, Any] | SwiftoptError
 
 
 def find_plans(store: Store, queries: Sequence[LookupQuery]) -> list[Answer]:
-    """Return a lookup's object per query, or the error of it alone; lookups of a model are one query of the database.
+    """Return an object per lookup, or its error; all lookups of a model share one database query.
 
     Raises: StoreUnavailable: the database is away.
     """
-    tasks: dict[LookupQuery, list[str]] = {}  # Tasks of the queries that differ in nothing else, by the first of them.
+    tasks: dict[LookupQuery, list[str]] = {}  # Tasks of queries that differ only in the task, by the first query.
     for query in queries:
         if query.version is None:
             tasks.setdefault(query.model_copy(update={"task": ""}), []).append(query.task)
@@ -99,7 +99,7 @@ def find_plans(store: Store, queries: Sequence[LookupQuery]) -> list[Answer]:
             of_model.model, names, of_model.device, of_model.dtype, of_model.engine or of_model.alias
         )
         for of_model, names in tasks.items()
-        if len(names) > 1  # One alone is looked up below.
+        if len(names) > 1  # Single ones are looked up below.
     }
     return [
         _find_plan(store, query, plans.get(query.model_copy(update={"task": ""}), {}).get(query.task))
@@ -108,7 +108,7 @@ def find_plans(store: Store, queries: Sequence[LookupQuery]) -> list[Answer]:
 
 
 def _find_plan(store: Store, query: LookupQuery, plan: FoundPlan | None) -> Answer:
-    """Return the object of a lookup that has found `plan`; None: look for it, to say what is stored instead."""
+    """Return the object of a lookup with the result `plan`; None: look it up, for an error that says what is stored."""
     try:
         if query.version is not None:
             plan = store.plan(query.model, query.task, query.version)
@@ -124,7 +124,7 @@ def _find_plan(store: Store, query: LookupQuery, plan: FoundPlan | None) -> Answ
 
 @dataclass(frozen=True, slots=True)
 class CachedAnswer:
-    """The body for a query, or the problem; it was read `read_at_s`, on the monotonic clock, in the model's `state`."""
+    """The body for a query, or the problem, read at `read_at_s` (monotonic clock) when the model was in `state`."""
 
     status: int
     media_type: str
@@ -136,21 +136,21 @@ class CachedAnswer:
 
 @dataclass(frozen=True, slots=True)
 class CheckedState:
-    """The state of a model, read `read_at_s`, on the monotonic clock."""
+    """The state of a model, read at `read_at_s` (monotonic clock)."""
 
     state: LookupState
     read_at_s: float
 
 
-Loaded = dict[LookupQuery, CachedAnswer | SwiftoptError]  # What a query has found, or the error of it alone.
+Loaded = dict[LookupQuery, CachedAnswer | SwiftoptError]  # The result of each query, or its error.
 
 
 class LookupCache:
     """Calls `find_answers` in a thread, once for equal concurrent queries; NotFound is cached as an answer, too.
 
-    One query of the database, `states_of`, tells of all models that were asked for lately whether an alias has moved.
-    It runs while requests are answered, so that few of them wait for the database: an answer is found again only if its
-    task is among `tasks_moved` since, and every REREAD_S.
+    One database query, `states_of`, tells for all recently requested models whether an alias has moved. It runs in the
+    background, so few requests wait for the database: an answer is looked up again only if its task is among
+    `tasks_moved` since, and every REREAD_S.
 
     Raises: SwiftoptError: any other error of a query; it is not cached.
     """
@@ -173,7 +173,7 @@ class LookupCache:
         )
 
     async def get(self, queries: Sequence[LookupQuery]) -> list[CachedAnswer]:
-        """Return the answers, at most `LONGEST_S` old; after `FRESH_S` the models' states are read meanwhile."""
+        """Return answers at most `LONGEST_S` old; after `FRESH_S` the models' states are read in the background."""
         now_s, distinct = time.monotonic(), dict.fromkeys(queries)
         self._asked_at_s |= dict.fromkeys((query.model for query in distinct), now_s)
         age_s = max((self._age_s(query, now_s) for query in distinct if query in self._cached), default=0.0)
@@ -197,17 +197,17 @@ class LookupCache:
         return [_unless_error(answers[query]) for query in queries]
 
     def _age_s(self, query: LookupQuery, now_s: float) -> float:
-        """Return the seconds since an answer was known to be the one that would be found; infinity: there is none."""
+        """Return the seconds since an answer was known to be current; infinity without an answer."""
         if (answer := self._cached.get(query)) is None:
             return math.inf
         checked = self._states.get(query.model)
-        # A version that is not there may be stored without any move.
+        # A missing version may be stored later without any move of an alias.
         if checked is None or checked.state != answer.state or (query.version is not None and answer.status != 200):
             return now_s - answer.read_at_s
         return now_s - max(answer.read_at_s, checked.read_at_s)
 
     async def _check(self) -> None:
-        """Read the states of the models that were asked for lately, and keep the answers that no move concerns."""
+        """Read the states of recently requested models, and keep the answers that no move affects."""
         lately_s = time.monotonic() - REREAD_S
         self._asked_at_s = {model: asked_s for model, asked_s in self._asked_at_s.items() if asked_s >= lately_s}
         models = list(self._asked_at_s)
@@ -219,8 +219,8 @@ class LookupCache:
         self._states = states
 
     def _read_states(self, models: Sequence[str]) -> tuple[dict[str, CheckedState], dict[str, Collection[str]]]:
-        """Return the models' states, and the tasks with a move since the last ones where only these have changed."""
-        now_s = time.monotonic()  # Count the states' age from before the query.
+        """Return the models' states, and for models with few changes the tasks moved since the previous state."""
+        now_s = time.monotonic()  # The states' age counts from before the query.
         states, moved = dict[str, CheckedState](), dict[str, Collection[str]]()
         for model, state in {**dict.fromkeys(models), **self._states_of(models)}.items():
             last, states[model] = self._states.get(model), CheckedState(state, now_s)
@@ -241,7 +241,7 @@ class LookupCache:
 
     def _read_answers(self, queries: Sequence[LookupQuery]) -> Loaded:
         now_s = time.monotonic()
-        # Read before the answers: one that is newer than its state is only read once more.
+        # Read the state before the answers: an answer newer than its state is only read once more.
         states = self._states_of(list({query.model for query in queries}))
         answers = self._find_answers(queries)
         return {
@@ -299,24 +299,28 @@ Cache = Annotated[LookupCache, Depends(_cache_of)]
     response_model=PlanAnswer,
     responses={
         200: {"headers": {name: {"schema": {"type": "string"}} for name in ("ETag", "Cache-Control")}},
-        304: {"description": "The caller's copy is still right."},
+        304: {"description": "The caller's copy is still current."},
     },
 )
 async def layer_set(
     cache: Cache,
     model: Annotated[Word, Path(description="Name or fingerprint, percent-encoded.")],
-    task: Annotated[Word, Path(description="The task; it has no '/'.")],
-    alias: Annotated[Word, Query(description="The name of the choice.")] = "best",
-    engine: Annotated[EngineName | None, Query(description="Its best plan, in place of `alias`.")] = None,
+    task: Annotated[Word, Path(description="The task, without '/'.")],
+    alias: Annotated[Word, Query(description="The name of the alias.")] = "best",
+    engine: Annotated[
+        EngineName | None, Query(description="Return the best plan for this engine, instead of `alias`.")
+    ] = None,
     device: Annotated[Word | None, Query(description="Prefer a set that was tuned on this device.")] = None,
     dtype: Annotated[Word | None, Query(description="Prefer a set that was tuned in this dtype.")] = None,
-    version: Annotated[Depth | None, Query(description="This version, whatever the alias means.")] = None,
+    version: Annotated[Depth | None, Query(description="Return this version, ignoring the alias.")] = None,
     # Declared as str: FastAPI does not split a header at commas, so a list would hold the whole line.
-    if_none_match: Annotated[str | None, Header(description="ETags the caller has; 304 if one is still right.")] = None,
+    if_none_match: Annotated[
+        str | None, Header(description="ETags that the caller has; 304 if one is still current.")
+    ] = None,
 ) -> Response:
     """How to decode this task with this model: the plan, and the layer set, heads or probe that its method needs.
 
-    Falls back to another dtype or device, then to the task `default`; `fallback` says so in words.
+    Falls back to another dtype or device, then to the task `default`; `fallback` describes the difference.
     """
     query = LookupQuery(model=model, task=task, alias=alias, engine=engine, device=device, dtype=dtype, version=version)
     started_s = time.perf_counter()
@@ -333,7 +337,7 @@ async def layer_set(
 
 @router.post("/layer-sets:lookup", operation_id="lookup", response_model=LookupAnswers)
 async def lookup(cache: Cache, body: Batch) -> Response:
-    """Up to 1000 lookups at once; each gets its plan or its own problem object, in the same order."""
+    """Up to 1000 lookups at once; each result is a plan or a problem object, in the same order."""
     bodies = b",".join(answer.body for answer in await cache.get(body.queries))
     return Response(b'{"schema": "swiftopt.lookup/1", "answers": [' + bodies + b"]}", media_type="application/json")
 
@@ -351,7 +355,7 @@ def layer_sets(
 
 @router.get("/models", operation_id="models", response_model=ModelList)
 def models(app: Shared) -> Response:
-    """OpenAI's list of the models that are served; then those that were loaded once, and names lookups know."""
+    """OpenAI's list of served models; then the models loaded before, with the names that lookups accept."""
     stored_models = ModelList(tuple(app.store.models()), tuple(app.store.model_names())).to_json()
     return JSONResponse(
         {**stored_models, "object": "list", "data": [engine.card() for engine in app.engines.of.values()]}
@@ -359,6 +363,6 @@ def models(app: Shared) -> Response:
 
 
 @router.get("/models/{model:path}", operation_id="model", response_class=Response)
-def model(app: Shared, model: Annotated[Word, Path(description="A model that is served.")]) -> Response:
+def model(app: Shared, model: Annotated[Word, Path(description="A served model.")]) -> Response:
     """One model that is served, in OpenAI's form."""
     return JSONResponse(app.engines.find(model).card())

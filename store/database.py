@@ -51,21 +51,21 @@ UNREACHABLE = "cannot be reached: check that its server runs, and the host and p
 
 # Maps patterns in a driver's error message (in lower case) to the advice for the user.
 ADVICE = {
-    "readonly database": "is read-only: give yourself permission to write it, or choose another with --db",
+    "readonly database": "is read-only: change its permissions, or choose another with --db",
     "disk is full|no space left": "cannot grow because the disk is full: free some space",
     "disk i/o error": "cannot be read or written (disk full, or a failing or network disk): check the disk",
-    "not a database": "is no database: choose another file with --db",
+    "not a database": "is not a database: choose another file with --db",
     "malformed": "is damaged: restore a copy of it, or choose another file with --db",
-    "unable to open": "cannot be opened: check that the path is a file you may write, or choose another with --db",
+    "unable to open": "cannot be opened: check that the path is a writable file, or choose another with --db",
     'password authentication failed|role "[^"]*" does not exist|no password supplied': (
         "refuses the user or the password: check both in its URL"
     ),
-    "no pg_hba.conf entry": "does not let this user or machine in: allow it in the server's pg_hba.conf",
+    "no pg_hba.conf entry": "does not accept this user or machine: allow it in the server's pg_hba.conf",
     'database "[^"]*" does not exist': (
         "does not exist on its server: create it (`createdb NAME`), or choose another with --db"
     ),
-    "permission denied": "does not allow that to its user: grant the rights, or use the tables' owner",
-    "read-only transaction": "is a copy that takes no writes: use the primary server's URL",
+    "permission denied": "denies its user a permission: grant the rights, or use the tables' owner",
+    "read-only transaction": "is a read-only replica: use the primary server's URL",
 }
 
 # Matches driver errors about values that cannot be stored: a NUL character, a number out of range, a name too long for
@@ -74,15 +74,15 @@ UNSTORABLE = r"\bnul \(0x00\)|integer out of range|bigint out of range|index row
 
 # As ADVICE, but for temporary errors, which are raised as StoreUnavailable.
 TEMPORARY_PROBLEMS = {
-    "database is locked": "stays locked by another process: wait until that one is done, or end it",
+    "database is locked": "is locked by another process: wait until that one is done, or stop it",
     "too many (clients|connections)|connection slots are reserved|queuepool limit": (
         "has no free connection left: try again, or run fewer clients"
     ),
     "starting up|shutting down|in recovery mode|not yet accepting|administrator command|another server process": (
-        "is just being started or stopped: try again in a moment"
+        "is starting or stopping: try again in a moment"
     ),
     "could not translate host name|failed to resolve host": (
-        "is on a host whose name leads nowhere: check the name in its URL, or the network"
+        "is on a host whose name cannot be resolved: check the name in its URL, or the network"
     ),
     "connection refused|connection reset|connection timed out|timeout expired|no route to host"
     "|network is unreachable|server on socket .* no such file|closed the connection|closed unexpectedly"
@@ -97,7 +97,7 @@ def default_url() -> str:
 
 
 def as_url(text: str | Path) -> str:
-    """Return a SQLAlchemy URL as it is, a plain path as the URL of that SQLite file."""
+    """Return a SQLAlchemy URL unchanged, and a plain path as the URL of that SQLite file."""
     if isinstance(text, str) and "://" in text:
         return text
     path = Path(text).expanduser().absolute()
@@ -105,7 +105,7 @@ def as_url(text: str | Path) -> str:
 
 
 def without_password(url: str) -> str:
-    """Return the URL as errors may show it: a plain path for a SQLite file, and no password."""
+    """Return the URL for error messages: a plain path for a SQLite file, and no password."""
     try:
         parsed = make_url(url)
     except (SQLAlchemyError, ValueError):
@@ -119,8 +119,8 @@ def without_password(url: str) -> str:
 def store_errors(url: str) -> Iterator[None]:
     """Translate errors of the database driver into ours, with a message of one sentence.
 
-    Raises: StoreUnavailable: the database cannot be reached or is locked just now. StoreError: it cannot be used.
-        InvalidInput: it does not take a text or number that it was given.
+    Raises: StoreUnavailable: the database is currently unreachable or locked. StoreError: it cannot be used.
+        InvalidInput: it cannot store a text or number.
     """
     try:
         yield
@@ -134,7 +134,7 @@ def store_errors(url: str) -> Iterator[None]:
 def _unstorable(error: object) -> InvalidInput:
     first_line = str(error).split("\n")[0].rstrip(".")
     return InvalidInput(
-        f"a text or number cannot be stored or looked up ({first_line}): leave out NUL and broken characters, and give"
+        f"a text or number cannot be stored or looked up ({first_line}): remove NUL and broken characters, and use"
         " shorter names and smaller numbers"
     )
 
@@ -160,7 +160,7 @@ def _translate(error: SQLAlchemyError, url: str) -> SwiftoptError:
 
 
 def connect(url: str) -> Engine:
-    """Return an engine; for a SQLite file its folder is created.
+    """Return an engine; the folder of a SQLite file is created.
 
     Raises: StoreError: the URL cannot be read, its driver is missing, or the folder cannot be created.
     """
@@ -208,7 +208,7 @@ def connected(url: str) -> Iterator[Connection]:
 
 
 def exists(url: str) -> bool:
-    """Return whether the database exists already; for a database server, assume that it does.
+    """Return whether the database already exists; for a database server, assume that it does.
 
     Raises: StoreError: the URL cannot be read.
     """
@@ -258,7 +258,7 @@ def writing(engine: Engine) -> Engine:
 
 def _unreadable(url: str) -> StoreError:
     return StoreError(
-        f"{without_password(url)} names no database that swiftopt can use: give the path of a SQLite file, or a URL of"
+        f"{without_password(url)} is not a database that swiftopt can use: use the path of a SQLite file, or a URL of"
         " PostgreSQL such as postgresql://user@host/name"
     )
 
@@ -332,23 +332,23 @@ WRITE_TRIES = Retrying(
 
 
 class Transactions:
-    """Base of what reads and writes one database in transactions; threads may share it.
+    """Base class for reading and writing one database in transactions; threads may share it.
 
-    Raises: StoreError: in every method, in one sentence, when the database cannot be read or written; StoreUnavailable
-        if only just now.
+    Raises: StoreError: in every method, with one sentence, if the database cannot be read or written; StoreUnavailable
+        if retrying may help.
     """
 
     def __init__(self, engine: Engine, url: str) -> None:
         self.url = url
         self.engine = engine
         self._writer = writing(engine)
-        # PostgreSQL's transactions see what others commit meanwhile, so those that only read can do without: two round
-        # trips fewer. SQLite's keep all queries of a read on one state.
+        # Reads on PostgreSQL run without a transaction, which saves two round trips, because its transactions would see
+        # concurrent commits anyway. SQLite's transactions keep all queries of a read on one state.
         self._reader = engine if self.is_local else engine.execution_options(isolation_level="AUTOCOMMIT")
 
     @property
     def file(self) -> Path | None:
-        """The file that the database is; None for a server, and for one in memory."""
+        """The database file; None for a server, or a database in memory."""
         return _file(self.engine.url)
 
     @property
@@ -382,9 +382,9 @@ def insert(session: Session, table: type[Any]) -> Any:
 
 
 class clock_s(FunctionElement[float]):
-    """Seconds since 1970, with fractions, by the database's own clock at the moment the statement runs.
+    """Seconds since 1970, with fractions, by the database's own clock when the statement runs.
 
-    Leases are compared by it alone, so that the clocks of workers may differ.
+    Leases are compared only by this clock, so that the clocks of workers may differ.
     """
 
     name = "clock_s"

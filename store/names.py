@@ -16,7 +16,7 @@ Row = TypeVar("Row", bound=OfTask)
 
 BY_NAME = select(ModelRow).join(NameRow).where(NameRow.name == bindparam("name"))
 _OF_FINGERPRINT = aliased(ModelRow)
-# In one query, with an index for each half: a lookup takes as long as its queries. A name goes before a fingerprint.
+# One query with an index for each half, because queries dominate a lookup's time. A name precedes a fingerprint.
 BY_NAME_OR_FINGERPRINT = select(ModelRow).where(
     ModelRow.id
     == func.coalesce(
@@ -37,7 +37,7 @@ def known_model(session: Session, model: str, needed_for: str) -> ModelRow:
     """
     model_row = find_model(session, model)
     if model_row is None:
-        raise StoreError(f"no model {model} is stored: remember it before its {needed_for}")
+        raise StoreError(f"no model {model} is stored: store it before its {needed_for}")
     return model_row
 
 
@@ -63,7 +63,7 @@ def next_version(
 
 
 def by_name(session: Session, name: str) -> ModelRow | None:
-    """Return the model that the name means now."""
+    """Return the model to which the name refers now."""
     return session.scalar(BY_NAME, {"name": name})
 
 
@@ -93,9 +93,9 @@ def list_names(session: Session) -> list[str]:
 
 
 def remember(session: Session, info: ModelInfo) -> None:
-    """Insert or update a model; its names mean it from now on, and sets imported under them become its own.
+    """Insert or update a model; its names refer to it from now on, and sets imported under them are assigned to it.
 
-    All that is stored under its earlier fingerprints becomes its own, too, except measured costs. A set keeps its
+    Everything stored under its earlier fingerprints is assigned to it, too, except measured costs. A set keeps its
     version, unless the model has sets for the same task: then it is numbered after those.
     """
     row, mistaken_row = by_fingerprint(session, info.fingerprint), None
@@ -127,7 +127,7 @@ def remember(session: Session, info: ModelInfo) -> None:
 def model_for(session: Session, record: LayerSetRecord) -> ModelRow:
     """Return the model of a new layer set, created if it is unknown; locked until the transaction ends.
 
-    A fingerprint overrules the name: a name that means another model now keeps doing so.
+    The fingerprint takes precedence: a name that now refers to another model keeps doing so.
 
     Raises: LayerSetError: the set has another number of layers than the model.
     """

@@ -1,7 +1,7 @@
-"""Plans: one sequence of versions per model and task, layer sets among them, and which version an alias means.
+"""Plans: one sequence of versions per model and task, including layer sets, and the version that each alias refers to.
 
-Alias moves are only ever added, so that each can be undone. Where a plan, version or alias is not there,
-LayerSetNotFound is raised: it names what is stored instead, or the command that tunes.
+Alias moves are only added, so that each can be undone. If a plan, version or alias does not exist, LayerSetNotFound is
+raised; its message names what is stored instead, or the command that tunes.
 """
 
 from __future__ import annotations
@@ -96,12 +96,12 @@ LOOKUP_STATES = union_all(
 def add_layer_set(
     session: Session, record: LayerSetRecord, plan_method: str | None = None, promote: bool = True
 ) -> LayerSetRecord:
-    """Store a new version with its plan and, by default, let `best` mean it; return the record as stored.
+    """Store a new version with its plan and, by default, point `best` at it; return the record as stored.
 
-    The plan is of the method that the set was found for, where none is named.
+    If no method is named, the plan uses the one for which the set was found.
 
-    `best` stays where, for the same device and dtype, it means a plan of another method with the verdict "use"
-    and a higher measured speedup, or the new set's verdict is not "use".
+    `best` does not move if, for the same device and dtype, it points to a plan of another method with the verdict "use"
+    and the new set has a lower measured speedup or another verdict.
 
     Raises: LayerSetError: the model has another number of layers. StoreError: the record names an unknown job.
     """
@@ -165,7 +165,7 @@ def list_layer_sets(session: Session, model: str | None = None, task: str | None
 def known_sets(session: Session, fingerprint: str) -> list[KnownSet]:
     """Return a model's newest layer sets for all tasks, with the mean hidden state of their prompts; newest first.
 
-    Rows that cannot be read are left out, with a warning.
+    Unreadable rows are left out, with a warning.
     """
     query = newest(session, LayerSetRow, fingerprint, None).where(LayerSetRow.prompt_state.is_not(None))
     rows = session.scalars(query.options(undefer(LayerSetRow.prompt_state)).limit(N_KNOWN))
@@ -185,11 +185,11 @@ def known_sets(session: Session, fingerprint: str) -> list[KnownSet]:
 
 
 def add_plan(session: Session, model: str, task: str, plan: Plan, promote: bool = True) -> FoundPlan:
-    """Store how to decode as the next version and, by default, let its usual alias mean it.
+    """Store a plan as the next version and, by default, point its usual alias at it.
 
     The plan's layer set and heads or probe must be stored records. `alias` is "" if none was moved.
 
-    Raises: LayerSetNotFound, LearnedNotFound: they are not. StoreError: the model was never remembered.
+    Raises: LayerSetNotFound, LearnedNotFound: they are not stored. StoreError: the model was never stored.
     """
     owner = known_model(session, model, "plans")
     lock(session, owner)
@@ -231,9 +231,9 @@ def lookup(
 ) -> FoundPlan:
     """Return the plan for a model (name or fingerprint) and task; device or dtype None accepts any.
 
-    Falls back to another dtype or device, then to the task "default"; `fallback` says so in words.
+    Falls back to another dtype or device, then to the task "default"; `fallback` then describes the difference.
 
-    Raises: LayerSetNotFound: it names the nearest model and task, and the command that tunes this one.
+    Raises: LayerSetNotFound: the message names the nearest model and task, and the command that tunes this one.
     """
     found_move = _nearest_moves(session, model, [task], device, dtype, alias).get(task)
     if found_move is None:
@@ -249,9 +249,9 @@ def lookup_many(
     dtype: str | None = None,
     alias: str = "best",
 ) -> dict[str, FoundPlan]:
-    """Return by task what `lookup` finds for it, in two queries for all.
+    """Return the result of `lookup` by task, with two queries for all tasks.
 
-    Left out are tasks without a plan, and those whose plan cannot be read, with a warning.
+    Tasks without a plan are left out, and so are unreadable plans, with a warning.
     """
     plans = {}
     for task, found_move in _nearest_moves(session, model, tasks, device, dtype, alias).items():
@@ -265,7 +265,7 @@ def lookup_many(
 def _nearest_moves(
     session: Session, model: str, tasks: Sequence[str], device: str | None, dtype: str | None, alias: str
 ) -> dict[str, MoveRow]:
-    """Return by task the alias's move that a lookup follows; tasks without one are left out."""
+    """Return by task the alias move that a lookup uses; tasks without one are left out."""
     asked = list(dict.fromkeys((*tasks, DEFAULT_TASK)))
     row = find_model(session, model)
     moves = {move.task: move for move in _moves(session, NEAREST_MOVES, row, asked, alias, device=device, dtype=dtype)}
@@ -273,14 +273,14 @@ def _nearest_moves(
     return {task: found_move for task, found_move in found_moves.items() if found_move is not None}
 
 
-# Seconds after which what a lookup found is read again although its state is the same: models may have been merged.
+# Seconds after which a lookup is repeated although its state is unchanged, because models may have been merged.
 REREAD_S = 60.0
 # A model's id, and the id of its newest move of an alias; None: no such model.
 LookupState = tuple[int, int | None] | None
 
 
 def lookup_state(session: Session, model: str) -> LookupState:
-    """Return a state of a model (name or fingerprint): lookups find the same while it stays, but for merged models."""
+    """Return a state of a model (name or fingerprint); while it is unchanged, so are lookups, except after merges."""
     return lookup_states(session, [model]).get(model)
 
 
@@ -291,9 +291,9 @@ def lookup_states(session: Session, models: Sequence[str]) -> dict[str, tuple[in
 
 
 def tasks_moved(session: Session, model_id: int, since: int | None) -> set[str]:
-    """Return the tasks of a model that have had a move of an alias since the move `since` of its `lookup_state`.
+    """Return the tasks of a model with an alias move since the move `since` of its `lookup_state`.
 
-    If "default" is among them, lookups that fall back to it may find something else for any task.
+    If "default" is among them, lookups of any task may have changed, because they may fall back to it.
     """
     moved = select(MoveRow.task).where(MoveRow.model_id == model_id, MoveRow.id > (since or 0))
     return set(session.scalars(moved.distinct()))
@@ -313,22 +313,22 @@ def tasks_between(
 
 
 def promote(session: Session, model: str, task: str, version: int, alias: str = "best") -> FoundPlan:
-    """Let the alias mean that version, for the device and dtype that it was tuned or compared on.
+    """Point the alias at that version, for the device and dtype of its measurement.
 
-    With a plan for another engine, `best` means that engine's own alias.
+    For a plan for another engine, `best` stands for that engine's own alias.
 
-    Raises: InvalidInput: the alias is an engine's, the plan is not.
+    Raises: InvalidInput: the alias is an engine's, but the plan is not for that engine.
     """
     plan = plan_of(session, model, task, version)
     if alias in ENGINES and plan.engine != alias:
         raise InvalidInput(
-            f"version {version} of {model}/{task} is not for {alias}: choose one for it, or name another alias"
+            f"version {version} of {model}/{task} is not for {alias}: choose one that is, or use another alias"
         )
     return move(session, plan, (plan.engine or alias) if alias == "best" else alias)
 
 
 def rollback(session: Session, model: str, task: str, alias: str = "best") -> FoundPlan:
-    """Take back the alias's last move, whatever device and dtype it was for, and return the plan of the one before."""
+    """Undo the alias's last move, for any device and dtype, and return the plan of the move before."""
     row = find_model(session, model)
     if row is not None:
         lock(session, row)
@@ -357,7 +357,7 @@ def alias_moves(session: Session, model: str, task: str, alias: str = "best") ->
 
 
 def move(session: Session, plan: PlanRow, alias: str) -> FoundPlan:
-    """Let the alias mean the plan, for the device and dtype that it was made on; no move if it does already."""
+    """Point the alias at the plan, for the plan's device and dtype; no move if it already does."""
     lock(session, plan.owner)
     latest_moves = _moves(session, LATEST_MOVES, plan.owner, [plan.task], alias)
     if not latest_moves or latest_moves[0].plan_id != plan.id:
@@ -366,7 +366,7 @@ def move(session: Session, plan: PlanRow, alias: str) -> FoundPlan:
 
 
 def offer(session: Session, plan: PlanRow) -> None:
-    """Move `best` to a tuned plan, unless a faster plan of another method holds it for this device and dtype."""
+    """Move `best` to a tuned plan, unless it points to a faster plan of another method for this device and dtype."""
     lock(session, plan.owner)
     current_moves = _moves(
         session, LATEST_ON_DEVICE, plan.owner, [plan.task], "best", device=plan.device, dtype=plan.dtype
@@ -376,7 +376,7 @@ def offer(session: Session, plan: PlanRow) -> None:
 
 
 def has_best(session: Session, plan: PlanRow) -> bool:
-    """Return whether `best` means anything for the plan's model and task."""
+    """Return whether `best` is set for the plan's model and task."""
     return bool(_moves(session, LATEST_MOVES, plan.owner, [plan.task], "best"))
 
 
@@ -401,7 +401,7 @@ def _moves(
 
 
 def _difference(found_move: MoveRow, task: str, device: str | None, dtype: str | None) -> str | None:
-    """Describe how the plan found differs from what was asked for; None if it does not."""
+    """Describe how the returned plan differs from the request; None if it does not."""
     differences = ["model default"] if found_move.task != task else []
     if device not in (None, found_move.device) or dtype not in (None, found_move.dtype):
         tuned_on = " ".join(name for name in (found_move.device, found_move.dtype) if name)
@@ -460,7 +460,7 @@ def _not_found(session: Session, model: str, task: str, alias: str = "best") -> 
 
 def _nearest(session: Session, model: str, task: str) -> str | None:
     """Return the most similar name of a model that has plans, with the most similar task among its own."""
-    # Not the most similar of all pairs: to compare a text with thousands takes a tenth of a second.
+    # Do not search all pairs, because comparing a text with thousands takes a tenth of a second.
     has_plans = select(PlanRow.id).where(PlanRow.model_id == NameRow.model_id).exists()
     model_ids = {name: id for name, id in session.execute(select(NameRow.name, NameRow.model_id).where(has_plans))}
     names = difflib.get_close_matches(model, sorted(model_ids), n=1, cutoff=0.0)

@@ -1,4 +1,4 @@
-"""What training, comparisons and tuning runs measured: heads and probes with their weights, reports, costs, trials."""
+"""Results of training, comparisons and tuning runs: heads and probes with their weights, reports, costs, trials."""
 
 from __future__ import annotations
 
@@ -40,13 +40,11 @@ COMPARISON = ("id", "model", "task", "device", "dtype", "created_at", "report")
 def add_learned(session: Session, record: LearnedRecord, weights: bytes) -> LearnedRecord:
     """Store heads or a probe as a new version, `weights` the bytes of their safetensors file; the record as stored.
 
-    Raises: StoreError: no model of that fingerprint was remembered.
+    Raises: StoreError: no model with that fingerprint is stored.
     """
     model = by_fingerprint(session, record.fingerprint)
     if model is None:
-        raise StoreError(
-            f"no model {record.model} ({record.fingerprint}) is stored: remember it before its {record.kind}"
-        )
+        raise StoreError(f"no model {record.model} ({record.fingerprint}) is stored: store it before its {record.kind}")
     lock(session, model)
     version = next_version(session, LearnedRow, model, record.task, LearnedRow.kind == record.kind)
     created_at = record.created_at or now()
@@ -115,9 +113,9 @@ def _not_found(session: Session, model: str, task: str, kind: LearnedKind, versi
 def add_comparison(
     session: Session, model: str, task: str, device: str, dtype: str, report: Mapping[str, Any], created_at: str
 ) -> int:
-    """Store what a comparison measured and return its number.
+    """Store the report of a comparison and return its number.
 
-    Raises: StoreError: the model was never remembered.
+    Raises: StoreError: the model is not stored.
     """
     row = ComparisonRow(
         model_id=known_model(session, model, "comparisons").id,
@@ -164,7 +162,7 @@ def save_cost_profile(session: Session, profile: CostProfile) -> None:
 def find_cost_profile(
     session: Session, fingerprint: str, device: str, dtype: str, context_bucket: int
 ) -> CostProfile | None:
-    """Return the newest measured costs, if there are any."""
+    """Return the newest measured costs, or None."""
     profiles_found = list_cost_profiles(session, fingerprint, device=device, dtype=dtype, context_bucket=context_bucket)
     return profiles_found[0] if profiles_found else None
 
@@ -186,7 +184,7 @@ def list_cost_profiles(
 class Tried(NamedTuple):
     """A trial's figures, with the layer set as stored JSON text that is parsed on demand.
 
-    A page shows few of 10,000 trials: to make records of all takes several times as long as to read them so.
+    A page shows few of 10,000 trials, and building records of all takes several times as long as reading them this way.
     """
 
     id: int

@@ -1,7 +1,7 @@
 """All state changes of jobs: submission, delivery to workers, attempts and their end, and the users' verbs.
 
-An attempt's change is one UPDATE that names the state and attempt it expects, or is made on the locked row; one that
-matches no row came too late.
+An attempt's change is one UPDATE conditional on the expected state and attempt, or is made on the locked row; if it
+matches no row, it came too late.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ HAS_EXPIRED = or_(JobRow.lease_until < clock_s(), JobRow.lease_until.is_(None))
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """A job that a worker has taken, with everything that an earlier attempt left to go on from."""
+    """A job that a worker has taken, with everything needed to resume an earlier attempt."""
 
     job: Job
     lease: Lease
@@ -50,9 +50,9 @@ class Claim:
 
 
 def submit(session: Session, spec: JobSpec) -> tuple[Job, bool]:
-    """Return the job for `spec`, and whether it is new: an unfinished one with the same fingerprint is the same job.
+    """Return the job for `spec`, and whether it is new; an unfinished job with the same fingerprint is reused.
 
-    Raises: Conflict: its idempotency key was used for something else.
+    Raises: Conflict: its idempotency key was used for another request.
     """
     equal_job = _find_equal(session, spec)
     row = equal_job or _insert(session, spec, "queued", fingerprint=spec.fingerprint)
@@ -66,7 +66,7 @@ def _find_equal(session: Session, spec: JobSpec) -> JobRow | None:
         if job_row is not None:
             if job_row.fingerprint != spec.fingerprint:
                 raise Conflict(
-                    f"the idempotency key {spec.idempotency_key!r} belongs to job {job_row.id} with other values:"
+                    f"the idempotency key {spec.idempotency_key!r} belongs to job {job_row.id} with another request:"
                     " use a new key"
                 )
             return job_row
@@ -105,7 +105,7 @@ def _is_due(queue: str | None) -> list[ColumnElement[bool]]:
 
 
 class DueTuning(NamedTuple):
-    """A queued tuning attempt that is due, what it asks for, and since when it is due (by the database's clock)."""
+    """A queued tuning attempt that is due, its request, and since when it is due (by the database's clock)."""
 
     delivery: Delivery
     request: Mapping[str, Any]
@@ -145,8 +145,8 @@ class LostAttempt(NamedTuple):
 
 
 def expire(session: Session, lease: Lease, worker: str | None) -> LostAttempt | None:
-    """End an attempt as `attempt_failed` does; None if its lease was renewed meanwhile."""
-    reason = f"worker {worker or 'unknown'} sent no heartbeat in time"
+    """End an attempt like `attempt_failed`; None if its lease was renewed in the meantime."""
+    reason = f"the heartbeat of worker {worker or 'unknown'} is overdue"
     job_id = session.scalar(select(JobRow.id).where(at_attempt(lease), HAS_EXPIRED).with_for_update())
     state = None if job_id is None else attempt_failed(session, lease, reason)
     if state is None:
@@ -182,9 +182,9 @@ def begin_here(session: Session, lease_s: float, spec: JobSpec, worker: str) -> 
 
 
 def claim(session: Session, lease_s: float, lease: Lease, worker: str) -> Claim | None:
-    """Take a queued attempt; None if somebody else has, or it was replaced.
+    """Take a queued attempt; None if another worker has taken it, or it was replaced.
 
-    A job whose row cannot be read fails here, with the reason: None.
+    If the job's row cannot be read, the job fails with the reason, and None is returned.
     """
     started = change(
         session,
@@ -215,7 +215,7 @@ def claim(session: Session, lease_s: float, lease: Lease, worker: str) -> Claim 
 def hand_back(session: Session, lease: Lease, reason: str) -> JobState | None:
     """Queue the job again at once, without counting the attempt; return its state, None if the lease was lost.
 
-    A job that is to pause is paused instead, and one without a queue fails: no other worker may take it.
+    A job with a pending pause is paused instead. A job without a queue fails, because no other worker may take it.
     """
     row = _locked(session, lease)
     if row is None:
@@ -264,7 +264,7 @@ def attempt_failed(session: Session, lease: Lease, error: str) -> JobState | Non
     if row.wanted == "pause":
         return end(session, lease, "paused")
     if row.n_fruitless >= MAX_FRUITLESS:
-        return end(session, lease, "failed", f"{error} ({row.n_fruitless} attempts in a row came no further)")
+        return end(session, lease, "failed", f"{error} ({row.n_fruitless} attempts in a row made no progress)")
     delay = min(MAX_BACKOFF_S, BACKOFF_S * 2 ** max(0, row.n_fruitless - 1)) * random.uniform(0.5, 1.0)
     row.error = storable(error)
     _queue(session, row, error, delay)
@@ -281,11 +281,11 @@ def _locked(session: Session, lease: Lease) -> JobRow | None:
 
 
 def act(session: Session, job: str, verb: Verb) -> Job:
-    """Pause, resume, stop, cancel or retry a job; the job as it is then. Done twice, it is done once.
+    """Pause, resume, stop, cancel or retry a job, and return its new state; repeating a verb has no further effect.
 
     A running job pauses or stops at its next step.
 
-    Raises: NotFound: no such job. Conflict: it is not in a state for that; it says what to do instead.
+    Raises: NotFound: no such job. Conflict: the job's state does not allow it; the message says what to do instead.
     """
     row = find(session, job, locked=True)
     {"pause": _pause, "resume": _resume, "stop": _stop, "cancel": _cancel, "retry": _retry}[verb](session, row)
@@ -296,13 +296,13 @@ def act(session: Session, job: str, verb: Verb) -> Job:
 
 def _pause(session: Session, row: JobRow) -> None:
     if row.queue is None and row.state == "running":
-        _refuse(row, "paused", "it runs in the process that began it, stop or cancel it")
+        _refuse(row, "paused", "it runs in the process that started it, stop or cancel it")
     if row.state == "running":
         row.wanted = "pause"
     elif row.state == "queued":
         _enter(session, row, "paused", "before a worker took it")
     elif row.state != "paused":
-        _refuse(row, "paused", "`retry` begins it again" if row.state != "succeeded" else "it is done")
+        _refuse(row, "paused", "`retry` restarts it" if row.state != "succeeded" else "it is done")
 
 
 def _resume(session: Session, row: JobRow) -> None:
@@ -311,14 +311,14 @@ def _resume(session: Session, row: JobRow) -> None:
     elif row.state in ("running", "queued"):
         row.wanted = None if row.wanted == "pause" else row.wanted
     else:
-        _refuse(row, "resumed", "`retry` begins it again" if row.state != "succeeded" else "it is done")
+        _refuse(row, "resumed", "`retry` restarts it" if row.state != "succeeded" else "it is done")
 
 
 def _stop(session: Session, row: JobRow) -> None:
     if row.state in END_STATES:
-        _refuse(row, "stopped", "it has ended already")
+        _refuse(row, "stopped", "it has already ended")
     if row.state != "running" and not row.n_checkpoints:
-        _refuse(row, "stopped", "it has found nothing yet, cancel it instead")
+        _refuse(row, "stopped", "it has no result yet, cancel it instead")
     row.wanted = "stop"
     # Queue the paused job once more: a worker must build the result from the best sets so far.
     if row.state == "paused":
@@ -329,7 +329,7 @@ def _cancel(session: Session, row: JobRow) -> None:
     if row.state == "cancelled":
         return
     if row.state in END_STATES:
-        _refuse(row, "cancelled", "it has ended already")
+        _refuse(row, "cancelled", "it has already ended")
     row.wanted, row.lease_until, row.finished_at = None, None, now()
     _enter(session, row, "cancelled", "on request")
     count(session, "attempts", "cancelled")
@@ -339,14 +339,14 @@ def _retry(session: Session, row: JobRow) -> None:
     if row.state in UNFINISHED:
         _refuse(row, "retried", "it has not ended yet")
     if row.state == "succeeded":
-        _refuse(row, "retried", "submit it again to tune anew")
+        _refuse(row, "retried", "submit it again to repeat the tuning")
     if row.queue is None and row.stream is None and row.kind == "tune":
         _refuse(row, "retried", "its prompts were not stored, run it again")
     # A local run has no fingerprint. On a retry it becomes a queued job, which needs one.
     fingerprint = row.fingerprint or _spec(row).fingerprint
     equal_job = session.scalar(select(JobRow.id).where(_same_unfinished(fingerprint)))
     if equal_job is not None:
-        _refuse(row, "retried", f"job {equal_job} does the same already")
+        _refuse(row, "retried", f"job {equal_job} already does the same")
     row.queue = row.queue or DEFAULT_QUEUE
     row.fingerprint = fingerprint
     row.wanted, row.error, row.finished_at, row.n_fruitless = None, None, None, 0

@@ -1,6 +1,6 @@
 """Pictures of layer sets, searches and comparisons, as PNG and SVG files in one style: the dashboard's.
 
-`Pictures.failed` has the files that a `draw_...` could not write.
+`Pictures.failed` lists the files that a `draw_...` could not write.
 """
 
 from __future__ import annotations
@@ -255,7 +255,7 @@ def _draw_map(axes: Axes, record: LayerSetRecord, name: str) -> None:
     axes.set_yticks([0, 1], list(KINDS.values()))
     axes.grid(False)
     axes.spines[:].set_visible(False)
-    numbers = "; in a cell: experts that a token takes there, where they are fewer" if layer_set.experts else ""
+    numbers = "; number in a cell: experts per token, if fewer than the model uses" if layer_set.experts else ""
     axes.set_xlabel(f"layer{numbers}", color=GREY)
 
 
@@ -308,7 +308,7 @@ def _draw_paces(axes: Axes, task: TaskFinished) -> None:
     axes.locator_params(axis="x", integer=True)
     if task.plain_tok_s is not None:
         axes.axhline(task.plain_tok_s, color=INK, lw=1, ls=DASHED, label="plain decoding")
-    axes.set(xlabel="prompt of the stream, searching meanwhile", ylabel="tokens per second", ylim=(0, None))
+    axes.set(xlabel="prompt of the stream, during the search", ylabel="tokens per second", ylim=(0, None))
 
 
 def _draw_parts(axes: Axes, task: TaskFinished) -> None:

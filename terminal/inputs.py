@@ -1,4 +1,4 @@
-"""What commands make of the values of options: requests, loaded models, databases. Importing this loads no torch."""
+"""Builds requests, loaded models and databases from the values of options. Importing this loads no torch."""
 
 from __future__ import annotations
 
@@ -60,8 +60,8 @@ def check_model(request: ModelRequest, *other_models: str | None) -> None:
 def lacks(package: str) -> str:
     """Return an error message on a missing package, with advice; the API-only Docker image lacks many packages."""
     return (
-        f"{package} is not installed here, and this needs it: pip install swiftopt with its dependencies, or take the"
-        " image that has models"
+        f"{package} is not installed here, and this command needs it: pip install swiftopt with its dependencies, or"
+        " use the image that has models"
     )
 
 

@@ -63,9 +63,9 @@ def adapt_values(change: Callable[..., dict[str, Any]]) -> Decorator[Any]:
 # Remarks on stream lines that name a task other than --task, by what the command uses --task for.
 TaskUse = Literal["default", "result", "plan"]
 OTHER_TASKS: Mapping[TaskUse, str] = {
-    "default": "they keep it, and --task {task} is for {rest}",
-    "result": "--task {task} is what the result is stored under, for all lines",
-    "plan": "--task {task} chooses what all lines are decoded with",
+    "default": "they keep it, and --task {task} applies to {rest}",
+    "result": "the result is stored under --task {task}, for all lines",
+    "plan": "all lines are decoded with the plan of --task {task}",
 }
 
 
@@ -95,7 +95,7 @@ def note_tasks(prompts: Sequence[Prompt], use: TaskUse | None = None) -> None:
         return
     declared_use = next(param.use for param in context.command.params if isinstance(param, TaskOption))
     n_rest = len(prompts) - n_others
-    rest_words = f"the other {n_rest}" if n_rest else "lines without one, which there are none of"
+    rest_words = f"the other {n_rest}" if n_rest else "lines without a task, of which there are none"
     task_list = ", ".join([*other_tasks[:TASKS_SHOWN], *(["…"] if len(other_tasks) > TASKS_SHOWN else [])])
     treatment = OTHER_TASKS[use or declared_use].format(task=name, rest=rest_words)
     note(f"note: {n_others} of {len(prompts)} lines name another task ({task_list}): {treatment}")
@@ -159,9 +159,11 @@ form = together(
         is_eager=True,
         callback=_use_template,
         type=click.Choice([*TEMPLATES]),
-        help=f"The file holds rows of a data set, asked, ended and judged as usual: {', '.join(TEMPLATES)}.",
+        help=f"Read the file as a data set, with its usual prompts and judging: {', '.join(TEMPLATES)}.",
     ),
-    option(PROMPTS, "--shots", type=natural, help="Its first rows that are examples.  [default: as usual]"),
+    option(
+        PROMPTS, "--shots", type=natural, help="Number of its first rows to use as examples.  [default: the template's]"
+    ),
     stop,
     _with_form,
 )
@@ -169,14 +171,14 @@ method = option(
     DRAFTING,
     "--method",
     type=METHOD,
-    help="Overrule the stored plan; docs/methods.md lists the methods.",
+    help="Override the stored plan; docs/methods.md lists the methods.",
 )
 draft_model = option(
     DRAFTING,
     "--draft-model",
     metavar="MODEL",
     type=MODEL,
-    help="A smaller model with the same tokenizer, for drafts.",
+    help="A smaller model with the same tokenizer that drafts.",
 )
 layer_set = option(DRAFTING, "--layer-set", type=LAYER_SET, help="Draft with this exported layer set.")
 as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")
@@ -192,7 +194,7 @@ server = option(
     SERVICES,
     "--server",
     metavar="URL",
-    help="Server of jobs and layer sets; its key: SWIFTOPT_API_KEY.  [env: SWIFTOPT_SERVER_URL]",
+    help="Server of jobs and layer sets; key: SWIFTOPT_API_KEY.  [env: SWIFTOPT_SERVER_URL]",
 )
 queue = option(
     SERVICES,
@@ -207,12 +209,12 @@ log_format = option(
     "--log-format",
     type=click.Choice(FORMATS),
     default="text",
-    help="Lines of the log: text, or one JSON object each.  [env: SWIFTOPT_LOG_FORMAT]",
+    help="Format of the log's lines: text, or JSON objects.  [env: SWIFTOPT_LOG_FORMAT]",
 )
-alias = click.option("--alias", default="best", help="Name of the choice.")
+alias = click.option("--alias", default="best", help="Name of the alias.")
 version = click.option("--version", type=positive, help="A version.  [default: the best one]")
-of_model = click.option("--model", "of_model", type=MODEL, help="Only this model's.")
-of_task = click.option("--task", "of_task", help="Only this task's.")
+of_model = click.option("--model", "of_model", type=MODEL, help="Only those of this model.")
+of_task = click.option("--task", "of_task", help="Only those of this task.")
 threads = option(
     MACHINE,
     "--threads",
@@ -225,7 +227,7 @@ SHARED: dict[str, tuple[str, str]] = {  # Heading and help text of fields shared
     "dtype": (MACHINE, "auto (as stored), float32, bfloat16 or float16."),
     "device": (MACHINE, "auto, cpu, cuda, cuda:N, or auto-map for several GPUs."),
     "speed": (MACHINE, "exact: our kernels; eager: torch's operations; graphs: CUDA graphs; auto chooses."),
-    "max_new_tokens": (PROMPTS, "Tokens per completion, where the stream's line says nothing."),
+    "max_new_tokens": (PROMPTS, "Maximum tokens of a completion, unless the stream's line sets it."),
     "seed": (SAMPLING, "Seed of every random choice."),
 }
 
@@ -267,12 +269,12 @@ def pictures(help: str) -> Decorator[Any]:
 
 _draw = functools.partial(from_field, SAMPLING, Sampling)
 sampling = together(
-    _draw("temperature", "0 takes the most probable token."),
-    _draw("top_p", "Draw from the most probable tokens that reach this mass."),
-    _draw("top_k", "Draw from the k most probable tokens; 0 is off."),
-    _draw("min_p", "Draw from tokens of at least this share of the most probable one's chance."),
-    _draw("presence_penalty", "Taken off the logit of every token generated before; -2 to 2."),
-    _draw("frequency_penalty", "Likewise, for each time that it was generated; -2 to 2."),
+    _draw("temperature", "0: always take the most probable token."),
+    _draw("top_p", "Draw from the most probable tokens that sum to this probability."),
+    _draw("top_k", "Draw from the k most probable tokens; 0: no limit."),
+    _draw("min_p", "Draw from tokens with at least this share of the highest probability."),
+    _draw("presence_penalty", "Subtracted from the logit of every token generated before; -2 to 2."),
+    _draw("frequency_penalty", "The same for each time that the token was generated; -2 to 2."),
     option(
         SAMPLING,
         "--logit-bias",

@@ -32,7 +32,7 @@ def run(program: click.Command, args: Sequence[str], name: str | None = None) ->
     except (click.Abort, KeyboardInterrupt) as abort:
         if isinstance(abort.__cause__, EOFError):  # No Ctrl-D, as click assumes: no command prompts for input.
             raise abort.__cause__ from None
-        note("interrupted: what was finished until now is kept")
+        note("interrupted: finished work is kept")
         return INTERRUPTED
     except click.ClickException as error:
         note(_usage(error))
@@ -50,7 +50,7 @@ def run(program: click.Command, args: Sequence[str], name: str | None = None) ->
         if not isinstance(error, BrokenPipeError):
             if error.errno not in UNWRITABLE:
                 raise
-            note(f"error: cannot write the result: {(error.strerror or '').lower()}; send stdout somewhere else")
+            note(f"error: cannot write the result: {(error.strerror or '').lower()}; redirect stdout elsewhere")
         silence(sys.stdout)
         return 1
 

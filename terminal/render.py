@@ -193,7 +193,7 @@ def weights_words(layer_set: LayerSet) -> str:
 def experts_words(layer_set: LayerSet) -> str:
     """Return how many experts the draft takes of the layers with a mixture, each number with its layers."""
     numbers = [layer_set.experts_of(i) for i in range(layer_set.n_layers) if not layer_set.skips("mlp", i)]
-    return _counted(("all that the model takes" if number is None else str(number) for number in numbers), "layer")
+    return _counted(("all that the model uses" if number is None else str(number) for number in numbers), "layer")
 
 
 def _counted(names: Iterable[str], noun: str) -> str:
@@ -360,7 +360,7 @@ def matchness_line(trials: Sequence[Trial], width: int) -> Text:
 def paces_line(paces: Sequence[float], width: int) -> Text:
     """Draw the tokens per second of each prompt along the stream as a sparkline (SWIFT Figure 6)."""
     pace_range = f"{min(paces):.1f} to {max(paces):.1f}"
-    return _curve(paces, width, f"tok/s of {len(paces)} prompts, searching meanwhile, {pace_range}")
+    return _curve(paces, width, f"tok/s of {len(paces)} prompts, during the search, {pace_range}")
 
 
 def _curve(values: Sequence[float], width: int, caption: str) -> Text:
@@ -411,13 +411,13 @@ def tune_summary(
     rows = [*draft_rows(record), ("c, draft pass / plain pass", number(finished.draft_cost))]
     rows += ratio_rows(record) if is_used else []
     if finished.plain_tok_s is not None:
-        speeds = f"{number(finished.plain_tok_s, 1)} plainly, {number(finished.tuned_tok_s, 1)} with these drafts"
+        speeds = f"{number(finished.plain_tok_s, 1)} plain, {number(finished.tuned_tok_s, 1)} with these drafts"
         rows.append(("tokens per second", speeds))
     rows.append(("searched", f"{len(trials)} candidates on {finished.n_prompts} prompts, {finished.n_tokens} tokens"))
     if trials:
         counts = Counter(origin_words(trial.origin) for trial in trials)
         origins = ", ".join(f"{origin} {n}" for origin, n in counts.most_common())
-        rows.append(("candidates", f"{origins}; {sum(trial.adopted for trial in trials)} taken into use"))
+        rows.append(("candidates", f"{origins}; {sum(trial.adopted for trial in trials)} adopted"))
     rows.append(("search ended", finished.stopped_because))
     timings: list[RenderableType] = [timings_table(finished.timings, finished.n_tokens), ""]
     if finished.paces:
@@ -437,5 +437,5 @@ def _advice(finished: TaskFinished, plan: PlanInUse) -> list[str]:
     """Return why the found layer set is not in use, unless the plan's own sentence says it."""
     version, verdict = finished.record.version, finished.verdict
     if plan.version != version:
-        return [f"version {version}, which this run stored, is not in use: `swiftopt layers promote` would change that"]
+        return [f"version {version}, which this run stored, is not in use: `swiftopt layers promote` changes that"]
     return [verdict.reason] if not plan.drafts and verdict.reason not in ("", NOT_FASTER) else []

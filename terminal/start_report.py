@@ -1,4 +1,4 @@
-"""What `swiftopt serve` says at a terminal while its models load."""
+"""Progress of `swiftopt serve` at a terminal while its models load."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class StartReport:
     """
 
     def __init__(self, url: str, models: Sequence[str], quiet: bool) -> None:
-        self._url, self._steps, self._quiet = url, dict.fromkeys(models, "starting its process"), quiet
+        self._url, self._steps, self._quiet = url, dict.fromkeys(models, "starting the process"), quiet
         self._line: Status | None = None
         self.handler: logging.Handler = logging.StreamHandler(sys.stderr)
         terminal = console(stderr=True)
@@ -35,9 +35,9 @@ class StartReport:
         if self._line is not None:
             self._line.start()
         elif self._steps:
-            self._say(f"loading {', '.join(self._steps)}; requests wait until that is done")
+            self._say(f"loading {', '.join(self._steps)}; requests wait until it is loaded")
         else:
-            self._say(f"swiftopt serves layer sets and takes jobs at {self._url}; Ctrl-C ends it")
+            self._say(f"swiftopt serves layer sets and takes jobs at {self._url}; Ctrl-C stops it")
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -48,12 +48,12 @@ class StartReport:
         """Update a model's state; after its first "ok", changes are reported only in the log."""
         if model not in self._steps:
             return
-        self._steps[model] = state.removeprefix("it is loading the model").removeprefix(": ") or "starting its process"
+        self._steps[model] = state.removeprefix("it is loading the model").removeprefix(": ") or "starting the process"
         if state == "ok":
             del self._steps[model]
             if self._line is not None and not self._steps:
                 self._line.stop()
-            self._say(f"swiftopt serves {model} at {self._url}; Ctrl-C ends it")
+            self._say(f"swiftopt serves {model} at {self._url}; Ctrl-C stops it")
         if self._line is not None:
             self._line.update(self._words())
 

@@ -20,7 +20,9 @@ def _branching(text: str) -> Branching:
         pairs = [pair.split(":") for pair in text.split(",")]
         return tuple((float(confidence), int(k)) for confidence, k in pairs)
     except ValueError:
-        raise ValueError(f"{text!r} is no branching: give CONFIDENCE:CANDIDATES pairs like 0.5:10,0.8:5,1:1") from None
+        raise ValueError(
+            f"{text!r} is not a branching: use CONFIDENCE:CANDIDATES pairs, for example 0.5:10,0.8:5,1:1"
+        ) from None
 
 
 def _use_preset(context: click.Context, parameter: click.Parameter, name: str | None) -> str | None:
@@ -43,63 +45,63 @@ settings = together(
         type=click.Choice([*presets()]),
         is_eager=True,
         callback=_use_preset,
-        help=f"A paper's method with each of its numbers, but for options given with it: {', '.join(presets())}.",
+        help=f"Use a paper's method with all of its numbers; other options override it: {', '.join(presets())}.",
     ),
-    _search("method", "What the layer set is to draft for; adaptive decides by measured time."),
+    _search("method", "Method that the layer set is for; adaptive decides by measured time."),
     _search(
         "draft_format",
-        "Weights of what a draft keeps; auto: those that pay most here.",
+        "Weight format of the parts that a draft keeps; auto: the fastest here.",
         type=click.Choice([AUTO, *FORMATS, STORED]),
     ),
     _search(
         "strategy",
-        f"Who proposes layer sets: {'; '.join(f'{name} ({recipe.help})' for name, recipe in STRATEGIES.items())}.",
+        f"Proposes layer sets: {'; '.join(f'{name} ({recipe.help})' for name, recipe in STRATEGIES.items())}.",
         type=Parsed(
             "TEXT", str, partial(complete_name, help_by_name={name: each.help for name, each in STRATEGIES.items()})
         ),
     ),
-    _search("objective", "What a layer set is scored by."),
-    _search("exportable", "Keep to sets that `swiftopt export` writes for other engines as they are."),
-    _search(
-        "skip_ratio", "r, from 0 to 1, where the strategy leaves the size to it.  [default: 0.45, 0.5 from 34B on]"
-    ),
-    _search("context_window", "γ, generated tokens that score a layer set."),
+    _search("objective", "Score of a layer set."),
+    _search("exportable", "Search only sets that `swiftopt export` can write unchanged for other engines."),
+    _search("skip_ratio", "r, from 0 to 1, for strategies with a fixed size.  [default: 0.45, 0.5 from 34B on]"),
+    _search("context_window", "γ, number of generated tokens that score a layer set."),
     _search(
         "max_steps",
-        f"S, candidates to try at most; {', '.join(SIZE_CHOOSING)} stop at {MAX_CANDIDATES} for themselves.",
+        f"S, maximum number of candidates; {', '.join(SIZE_CHOOSING)} stop at {MAX_CANDIDATES}.",
     ),
     _search(
         "optimise",
-        "Keep what a search starts from: nothing left out of quantised drafts, else evenly spaced sub-layers.",
+        "Keep the initial set: quantised drafts skip nothing, others evenly spaced sub-layers.",
     ),
     _search("deterministic", "Wait for late suggestions: the same seed then gives the same trials."),
     _swift("stop_threshold", "ε, confidence below which a draft stops."),
     _swift("max_draft_length", "N_D, steps of a draft."),
-    _swift("early_stop", "Drafts always have N_D tokens."),
-    _swift("dynamic_verification", "Drafts are chains, not trees."),
+    _swift("early_stop", "Draft always N_D tokens."),
+    _swift("dynamic_verification", "Draft chains, not trees."),
     _swift(
         "branching",
-        "k: candidates that a position offers up to each confidence.  [default: 0.5:10,0.8:5,0.95:3,1:1]",
+        "k: number of candidates per position, up to each confidence.  [default: 0.5:10,0.8:5,0.95:3,1:1]",
         type=Parsed("CONFIDENCE:K,...", _branching),
         show_default=False,
     ),
     _swift(
         "drawn_branching",
-        "The same for drafts that are drawn, with --sampled.  [default: as --branching]",
+        "The same for sampled drafts, with --sampled.  [default: as --branching]",
         type=Parsed("CONFIDENCE:K,...", _branching),
     ),
-    _swift("sampled", "With --temperature: draw drafts and weigh them, instead of their most probable tokens."),
-    _swift("search_drafting", "Keep ε, N_D and k as given, instead of choosing them by time."),
-    _published("bayes_interval", "β, candidates from one suggestion of the Gaussian process to the next."),
-    _published("patience", "Candidates without a better one that end the search."),
-    _published("target_matchness", "Matchness above which the search ends, where the strategy keeps to r."),
-    _published("adoption", "What makes a set the one in use: several windows, or the highest score so far."),
+    _swift("sampled", "With --temperature: sample drafts and weigh them, instead of taking the most probable tokens."),
+    _swift("search_drafting", "Keep the given ε, N_D and k instead of choosing them by time."),
+    _published("bayes_interval", "β, candidates between two suggestions of the Gaussian process."),
+    _published("patience", "Candidates without an improvement after which the search ends."),
+    _published("target_matchness", "Matchness above which the search ends, for strategies with a fixed size."),
+    _published("adoption", "When a set is adopted: after several windows, or at the highest score so far."),
     _published("window_at", "Which γ tokens of a completion score a set."),
-    _published("optimise_interval", "Rounds from one pass of candidates to the next."),
-    _published("candidates", "Candidates of one pass.  [default: as many as measured costs make cheap]", type=positive),
+    _published("optimise_interval", "Rounds between two scoring passes."),
+    _published(
+        "candidates", "Candidates per scoring pass.  [default: as many as are cheap by measured costs]", type=positive
+    ),
     _published("min_acceptance", "α below which r is lowered."),
-    _published("min_acceptance_rounds", "Rounds that α must stay below it."),
-    _published("skip_ratio_step", "What r is lowered by."),
+    _published("min_acceptance_rounds", "Rounds for which α must stay below it."),
+    _published("skip_ratio_step", "Amount by which r is lowered."),
 )
 
 
@@ -108,17 +110,17 @@ IDLE: tuple[tuple[tuple[str, ...], Callable[[SwiftSettings], bool], str], ...] =
     (
         ("stop_threshold", "max_draft_length", "early_stop", "dynamic_verification", "search_drafting"),
         lambda tuning: tuning.method == "adaptive",
-        "has no effect with --method adaptive, whose drafts end by measured time: it is for --method swift",
+        "has no effect with --method adaptive, which ends drafts by measured time: use --method swift",
     ),
     (
         ("stop_threshold",),
         lambda tuning: not tuning.early_stop,
-        "has no effect with --no-early-stop, with which every draft has its full length: leave one of them out",
+        "has no effect with --no-early-stop, which drafts at full length: remove one of them",
     ),
     (
         ("search_drafting",),
         lambda tuning: tuning.objective == "matchness",
-        "has no effect with --objective matchness, with which ε, N_D and k are kept anyway",
+        "has no effect with --objective matchness, which keeps ε, N_D and k anyway",
     ),
     (
         ("max_steps", "deterministic", "search_drafting"),
@@ -133,17 +135,17 @@ IDLE: tuple[tuple[tuple[str, ...], Callable[[SwiftSettings], bool], str], ...] =
             and tuning.objective == "expected_speedup"
             and (tuning.optimise or tuning.draft_format in FORMATS)
         ),
-        "does not set the size with --strategy {strategy}, which measures what pays: --strategy swift takes it",
+        "has no effect with --strategy {strategy}, which chooses the size itself: use --strategy swift",
     ),
     (
         ("max_steps",),
         lambda tuning: tuning.strategy in SIZE_CHOOSING and tuning.max_steps > MAX_CANDIDATES,
-        f"has no effect above {MAX_CANDIDATES} with --strategy {{strategy}}, which ends there: use --strategy swift",
+        f"has no effect above {MAX_CANDIDATES} with --strategy {{strategy}}, which stops there: use --strategy swift",
     ),
     (
         ("deterministic",),
         lambda tuning: tuning.strategy in STRATEGIES and not strategy_info(tuning.strategy).suggests,
-        "has no effect with --strategy {strategy}, which waits for no suggestions",
+        "has no effect with --strategy {strategy}, which never waits for suggestions",
     ),
 )
 

@@ -78,14 +78,14 @@ def _model_task(text: str) -> ModelTask:
     """Split MODEL/TASK at the last slash: a folder or hub id may itself contain slashes."""
     model, _, task = text.rpartition("/")
     if not model or not task:
-        raise ValueError(f"{text!r} lacks a model or a task: give MODEL/TASK, for example smollm2-135m/notes")
+        raise ValueError(f"{text!r} lacks a model or a task: use MODEL/TASK, for example smollm2-135m/notes")
     return ModelTask(model, task)
 
 
 def _queue_name(text: str) -> str:
     """Return a name that the server and Redis accept for a queue as well."""
     if not re.fullmatch(r"[A-Za-z0-9_.-]{1,64}", text):
-        raise ValueError(f"{text!r} is no queue: use up to 64 letters, digits, '-', '_' and '.'")
+        raise ValueError(f"{text!r} is not a queue name: use up to 64 letters, digits, '-', '_' and '.'")
     return text
 
 
@@ -103,7 +103,7 @@ def _layer_set(file: str) -> LayerSetRecord:
 
     records = import_file(file, lambda name: model_alias.n_layers if (model_alias := find_alias(name)) else None)
     if len(records) != 1:
-        raise LayerSetError(f"{file} holds {len(records)} layer sets: import it, then choose one with --task")
+        raise LayerSetError(f"{file} contains {len(records)} layer sets: import it, then choose one with --task")
     return records[0]
 
 
@@ -112,7 +112,7 @@ def _token_bias(text: str) -> tuple[int, float]:
     try:
         return int(token_id), float(bias)
     except ValueError:
-        raise ValueError(f"{text!r} is no bias: give a token id and a number, for example 50=-2.5") from None
+        raise ValueError(f"{text!r} is not a bias: use a token id and a number, for example 50=-2.5") from None
 
 
 def _stop(text: str) -> str:

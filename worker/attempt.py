@@ -46,14 +46,14 @@ if TYPE_CHECKING:
     from ..models.runtime import Runtime
 
 MOST_IN_A_ROW = 100  # Attempts that one child process runs before it exits.
-LOOK_S = 1.0  # Seconds between two polls for jobs that want an engine's model.
+LOOK_S = 1.0  # Seconds between two polls for jobs of an engine's model.
 # Seconds by which a poll overlaps the one before: a job may be committed that much later than the time it is due from.
 OVERLAP_S = 20.0
 HOLD_S = 30.0  # Lifetime of an engine's lock, which keeps this machine's workers from jobs of its model.
 # Seconds after SIGTERM to reach a new checkpoint. Then the process exits, and the job is requeued at its last one.
 HAND_BACK_S = 5.0
 NOOP_STEP_S = 0.05
-WORKER_ENDS = "its worker is ending"
+WORKER_ENDS = "its worker is shutting down"
 # Errors that a retry may fix: on a worker with the device, or once the hub is back.
 TEMPORARY_ERRORS = (DeviceMissing, HubUnreachable)
 
@@ -77,12 +77,12 @@ class WorkerContext:
 
 
 class Attempts:
-    """Runs attempts of jobs one after another; keeps the latest model loaded for the next job that wants it.
+    """Runs attempts of jobs one after another; keeps the latest model loaded for the next job that uses it.
 
-    Args: ending: set when this process is to end.
+    Args: ending: set when this process must end.
     """
 
-    turn: ModelTurn | None = None  # Set where an engine decodes with the same model, see `TuningRun`.
+    turn: ModelTurn | None = None  # Set if an engine decodes with the same model, see `TuningRun`.
 
     def __init__(self, context: WorkerContext, store: Store, ending: threading.Event) -> None:
         self.context, self.store, self.ending = context, store, ending
@@ -90,7 +90,7 @@ class Attempts:
         self._runtime: Runtime | None = None
 
     def run_all(self, first_delivery: Delivery, on_begin: Callable[[Delivery], None]) -> None:
-        """Run an attempt and, while they succeed, those of the queue's next jobs that want the loaded model.
+        """Run an attempt and, while attempts succeed, those of the queue's next jobs that use the loaded model.
 
         An attempt whose model an engine of this machine has loaded is left to that engine. Calls `on_begin` before each
         attempt.
@@ -100,7 +100,7 @@ class Attempts:
             if delivery is None:
                 return
             if with_retries(partial(self._belongs_to_engine, delivery)):
-                message = "job=%s attempt=%d state=queued reason='left to its engine'"
+                message = "job=%s attempt=%d state=queued reason='left to the engine of its model'"
                 logger.debug(message, delivery.job, delivery.attempt)
                 return
             on_begin(delivery)
@@ -110,7 +110,7 @@ class Attempts:
     def run(self, lease: Delivery) -> None:
         """Claim and run one attempt, and write its outcome to the job's row.
 
-        Raises: StoreUnavailable: the database stayed away; the lease runs out, and another worker continues.
+        Raises: StoreUnavailable: the database stayed unavailable; the lease expires, and another worker continues.
         """
         jobs, redis = self.store.jobs, self.context.redis
         service = JobService(self.store, RedisQueue(redis) if redis else None)
@@ -136,7 +136,7 @@ class Attempts:
         try:
             job = self.store.jobs.get(lease.job)
         except NotFound:
-            logger.warning("delivery=foreign job=%s reason='whoever submitted it has another database'", lease.job)
+            logger.warning("delivery=foreign job=%s reason='it was submitted to another database'", lease.job)
             return
         if job.state == "failed" and job.attempt == lease.attempt:
             log_state(lease, "failed", "StoreError", job.error or "")
@@ -249,7 +249,7 @@ class EngineJobs(Attempts):
         self._loaded, self._runtime = model_of(request), runtime
         self._lock, self._engine_turn = engine_lock(request), turn
         self._other_jobs: set[str] = set()  # Ids of waiting jobs for other models, skipped at the next poll.
-        self._due_since = 0.0  # Where the next poll begins, by the database's clock: thousands may wait for days.
+        self._due_since = 0.0  # Start of the next poll (database clock), because thousands of jobs may wait for days.
         self._lock_renewed_s, self._spare_until = -HOLD_S, 0.0
         self._thread = threading.Thread(target=self._run, name="jobs", daemon=True)
         self._thread.start()
@@ -274,9 +274,9 @@ class EngineJobs(Attempts):
             self.ending.wait(LOOK_S)
 
     def _due(self) -> Iterator[Delivery]:
-        """Yield the attempts that wait for this model: those that have become due since the last poll.
+        """Yield the attempts that wait for this model and have become due since the last poll.
 
-        After its own attempt it looks at all of them: one that waited meanwhile may have been delivered anew.
+        After an attempt of its own it checks all of them, because a waiting one may have been delivered again.
         """
         waiting = self.store.jobs.due_tunings(DEFAULT_QUEUE, self._due_since)
         if not self._due_since:
@@ -337,7 +337,7 @@ def _outcome(jobs: Jobs, lease: Lease, run_claim: Callable[[], None]) -> Attempt
         return AttemptOutcome(partial(jobs.hand_back, lease, WORKER_ENDS), reason=WORKER_ENDS)
     except Paused:
         # `hand_back` pauses the job, or requeues it if it was resumed in the meantime.
-        return AttemptOutcome(partial(jobs.hand_back, lease, "resumed before it rested"), reason="on request")
+        return AttemptOutcome(partial(jobs.hand_back, lease, "resumed before it paused"), reason="on request")
     except LeaseLost as error:
         return AttemptOutcome(lambda: None, reason=str(error))
     except Exception as error:

@@ -1,6 +1,6 @@
-"""Jobs in the database, delivered by Redis, which only holds the ids of attempts that wait for a worker.
+"""Jobs in the database, delivered by Redis, which only stores the ids of attempts that wait for a worker.
 
-A reconciler makes both stores agree again after lost workers, a flushed or restarted Redis, and outages of either.
+A reconciler restores agreement after lost workers, a flushed or restarted Redis, and outages of either.
 """
 
 from __future__ import annotations
@@ -102,8 +102,8 @@ class WorkerFacts:
 class RedisQueue:
     """Access the queues of one Redis or Valkey server.
 
-    Raises: ServiceUnreachable: in every method, when the server does not answer; SettingsError: the URL is not one of
-            Redis.
+    Raises: ServiceUnreachable: in every method, if the server does not answer; SettingsError: the URL is not a Redis
+            URL.
     """
 
     def __init__(self, url: str, blocking_s: float = 0.0) -> None:
@@ -116,7 +116,7 @@ class RedisQueue:
             self.connection = Redis.from_url(url, retry=retry, **limits)
         except ValueError as error:
             raise SettingsError(
-                f"{safe_url(url)} names no Redis server: use redis://HOST:6379/0 or unix:///PATH"
+                f"{safe_url(url)} is not a Redis URL: use redis://HOST:6379/0 or unix:///PATH"
             ) from error
 
     def deliver(self, delivery: Delivery) -> bool:
@@ -181,10 +181,10 @@ class RedisQueue:
 
 
 class JobService:
-    """Submit, see and steer jobs in the database; without a queue, or while Redis is away, submitted jobs wait.
+    """Submit, list and control jobs in the database; without a queue, or while Redis is unavailable, they wait.
 
-    Args:   served_models: models that this process decodes with, whose engines may still load them.
-    Raises: StoreError: in every method, when the database cannot be used.
+    Args:   served_models: models served by this process, even if their engines are still loading.
+    Raises: StoreError: in every method, if the database cannot be used.
     """
 
     def __init__(self, store: Store, queue: RedisQueue | None, served_models: Sequence[ServedModel] = ()) -> None:
@@ -231,7 +231,7 @@ class JobService:
             return None
         if self.queue is None:
             return (
-                "no Redis is named, which brings jobs to workers, and no served model takes this one: name a Redis by"
+                "no Redis is configured to bring jobs to workers, and no served model takes this job: set a Redis with"
                 " --redis or SWIFTOPT_REDIS_URL"
             )
         try:
@@ -278,7 +278,7 @@ class Reconciler:
         self._spare_until = 0.0  # Monotonic time before which no lease is expired.
 
     def step(self) -> None:
-        """Run one pass: end attempts whose lease ran out; deliver what is due and not in its queue."""
+        """Run one pass: end attempts whose lease expired, and deliver due attempts missing from their queue."""
         if not self._jobs.lock("reconciler", self._owner, LOCK_S):
             return
         if time.monotonic() >= self._spare_until:

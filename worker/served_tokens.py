@@ -31,7 +31,7 @@ BYTE_OF = {character: byte for byte, character in bytes_to_unicode().items()}  #
 
 
 class Tokens:
-    """Tokens of one tokenizer: their text or exact bytes, and those that its chats mark thoughts with."""
+    """Tokens of one tokenizer: their text or exact bytes, and the markers of thoughts in its chats."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -42,7 +42,7 @@ class Tokens:
         self._added_token_ids = set(getattr(tokenizer, "added_tokens_decoder", ()))
 
     def piece(self, token_id: int) -> Piece:
-        """Return what a token adds to a text."""
+        """Return the text or bytes that a token adds to a text."""
         in_bytes = self._bytes(token_id)
         try:
             return str(self._tokenizer.decode([token_id])) if in_bytes is None else in_bytes.decode()
@@ -67,7 +67,7 @@ class Tokens:
 
     @property
     def forms(self) -> tuple[str, ...]:
-        """The names of the rows that the chat template has in the table of answers."""
+        """The names of the chat template's rows in the table of answer forms."""
         return forms_of(template_text(self._tokenizer))
 
     @property
@@ -82,7 +82,7 @@ class Tokens:
 
     @cached_property
     def end_of_thought(self) -> int | None:
-        """The token that ends a thought; None where thoughts end with no token, or may come again."""
+        """The token that ends a thought; None if thoughts do not end with a single token, or may recur."""
         form, vocabulary = self.form, self._tokenizer.get_vocab()
         ends = [vocabulary[mark] for mark in form.thought_ends if mark in vocabulary]
         return None if form.rethinks or not ends else int(ends[0])
@@ -96,7 +96,7 @@ class Tokens:
 def session_of(model: Model, request: CompletionRequest, most_tokens: int | None = None) -> tuple[Session, Prompt]:
     """Return a request's session, and its prompt as token ids.
 
-    Args:   most_tokens: tokens that the KV memory holds, for requests without a length; None: no limit.
+    Args:   most_tokens: number of tokens that fit the KV memory, for requests without a length; None: no limit.
     Raises: InvalidInput: the prompt cannot be encoded, or a field cannot be used. ContextOverflow: the prompt does not
             fit the model's context, or the completion after it.
     """
@@ -126,9 +126,9 @@ def session_of(model: Model, request: CompletionRequest, most_tokens: int | None
 
 
 def token_ids_of(session: Session, request: CompletionRequest) -> list[int]:
-    """Return a request's prompt as the model reads it, whether or not the model's context has room for it.
+    """Return the token ids of a request's prompt, even if they exceed the model's context.
 
-    Raises: InvalidInput: it cannot be encoded. ContextOverflow: it is so long that it is not read to its end.
+    Raises: InvalidInput: it cannot be encoded. ContextOverflow: it is far too long and was not encoded completely.
     """
     with about(prompt_field(request)):
         if request.token_ids:
@@ -157,7 +157,7 @@ def check_vocabulary(token_ids: Sequence[int], runtime: Runtime, param: str) -> 
     """Raises: InvalidInput: the model has no such token."""
     for token_id in token_ids:
         if not 0 <= token_id < runtime.vocab_size:
-            problem = f"there is no token {token_id}: this model has tokens 0 to {runtime.vocab_size - 1}, use those"
+            problem = f"there is no token {token_id}: use token ids from 0 to {runtime.vocab_size - 1}"
             raise InvalidInput(problem, param)
 
 

@@ -1,7 +1,8 @@
-"""One model's engine in its own process: it reads questions from standard input and answers on standard output.
+"""One model's engine in its own process: it reads messages from standard input and answers on standard output.
 
 Both are lines of `core/messages.py`. While nothing is decoded, the engine also runs queued jobs of its model.
-`swiftopt serve` starts the process as `python -m swiftopt.worker.serving NAME LEVEL FORMAT`, as its log is to be.
+`swiftopt serve` starts the process as `python -m swiftopt.worker.serving NAME LEVEL FORMAT`, with the log's level and
+format.
 """
 
 from __future__ import annotations
@@ -102,10 +103,10 @@ class MessageWriter:
             self._out.flush()
 
     def fail(self, number: int | None, error: BaseException) -> None:
-        """Write why a request failed, or the engine (None); an unexpected error goes to the log with its traceback."""
+        """Report the failure of a request, or of the engine (None); unexpected errors are logged with a traceback."""
         if not isinstance(error, SwiftoptError):
             logger.error("completion=failed error=%s", type(error).__name__, exc_info=error)
-            problem = f"the engine failed at this request ({type(error).__name__}): see its log"
+            problem = f"the engine failed on this request ({type(error).__name__}): see its log"
             error = SwiftoptError(problem)
         self.send(Failed.of(number, error))
 
@@ -196,7 +197,7 @@ def _not_counted(event: Generated) -> None:
 
 
 def corpora_of(model: ServedModel, runtime: Runtime) -> Corpora:
-    """Return what is kept of a served model's answers.
+    """Return the corpora of a served model's answers.
 
     Raises: SettingsError: another server uses the folder. OutputError: it cannot be written to.
     """
@@ -259,7 +260,7 @@ class EngineHost:
                 template_fields=self._tokens.template_fields,
             )
         )
-        # Traffic looks its own plans up. Do not wait for the database at the end.
+        # Traffic looks up its own plans. Do not wait for the database at the end.
         refresh = repeating(self._refresh_plans, REFRESH_S, "plans", join_s=0)
         try:
             with refresh if self.traffic is None else nullcontext():
@@ -302,7 +303,7 @@ class EngineHost:
                 self.engine.call(partial(self._forget_keys, frozenset(names)))
             case Steer(verb, _, _, number):
                 if verb is not None and self.traffic is None:
-                    problem = "this server learns nothing: start it without --no-tune to steer it"
+                    problem = "this server does not learn: start it without --no-tune to control tuning"
                     self._messages.fail(number, Conflict(problem))
                 else:
                     self.engine.call(partial(self._send_tuning, message))
@@ -311,7 +312,7 @@ class EngineHost:
         return self.engine.n_waiting > 0
 
     def _forget_keys(self, names: frozenset[str]) -> None:
-        """Forget what is kept for API keys other than these; runs in the engine's thread."""
+        """Delete everything kept for API keys other than these; runs in the engine's thread."""
         self.engine.forget_owners(lambda owner: owner not in names)
         if self.traffic is not None:
             self.traffic.corpora.forget_owners(lambda owner: owner not in names)
@@ -406,7 +407,7 @@ class EngineHost:
         return self._tickets.get(ticket.number) is not ticket
 
     def _send_prompt(self, number: int, request: CompletionRequest, token_ids: Sequence[int]) -> None:
-        """Send the prompt's length before decoding, with its text and open thought where the answer needs them."""
+        """Send the prompt's length before decoding, with its text and open thought if the answer needs them."""
         prompt_read = PromptRead(number, len(token_ids))
         if request.echo:
             text = request.text or self.model.runtime.tokenizer.decode(token_ids)
@@ -441,7 +442,7 @@ class EngineHost:
 
 
 def main() -> None:
-    """Serve the model that the first line describes, until SIGTERM; what others print goes to standard error."""
+    """Serve the model that the first line describes, until SIGTERM; prints of other code go to standard error."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     output = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)

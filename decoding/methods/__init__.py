@@ -1,9 +1,9 @@
-"""All decoding methods: what each promises, needs and takes as settings, and how its drafter and verifier are built.
+"""All decoding methods: the guarantee, needs and settings of each, and how its drafter and verifier are built.
 
-Each file of this package, and of the packages that wings have for this, holds one family of methods. `@method`
-registers a function that builds a method's drafter and verifier; the files are found by themselves. Front doors check
-names and settings before torch is loaded, so these files import torch, and modules that do, for type checking or inside
-functions only.
+Each file of this package, and of the corresponding packages of wings, contains one family of methods. `@method`
+registers a function that builds a method's drafter and verifier; the files are discovered automatically. Commands and
+servers check names and settings before torch is loaded, so these files import torch, and modules that do, only for
+type checking or inside functions.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class NoSettings(Settings):
-    """The settings of a method that has none."""
+    """Settings of a method without settings."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Resources:
-    """What methods are built of; a method takes what it needs.
+    """The parts from which methods are built; a method takes those that it needs.
 
-    Where a method drafts with a model, that is `draft_runtime`, or else the target without `layer_set`. `learned` are
-    weights that were trained for methods of wings, by their kind.
+    A method that drafts with a model uses `draft_runtime`, or else the target without `layer_set`. `learned` are
+    trained weights for methods of wings, by kind.
     """
 
     runtime: Runtime
@@ -51,7 +51,7 @@ class Resources:
     def draft_model(self) -> DraftModel:
         """Return the smaller model, or the target without the layer set's sub-layers.
 
-        Raises: SettingsError: there is neither. InvalidInput: the model's tokenizer is not the target's.
+        Raises: SettingsError: there is neither. InvalidInput: the model has another tokenizer than the target.
         """
         from ..draft_models import OtherModel
 
@@ -67,14 +67,16 @@ class Resources:
         from ..draft_models import SkippedTarget
 
         if self.layer_set is None:
-            raise SettingsError("this method drafts without some sub-layers: give a layer set, or tune one first")
+            raise SettingsError(
+                "this method drafts without some sub-layers and needs a layer set: provide one, or tune first"
+            )
         self.runtime.check_layer_set(self.layer_set)
         return SkippedTarget(self.layer_set)
 
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """A drafter and the verifier that its drafts need; the one loop decodes with it, and results carry its `name`."""
+    """A drafter and the verifier that its drafts need; the decode loop runs it, and results carry its `name`."""
 
     name: str
     drafter: Drafter
@@ -87,7 +89,7 @@ class Method:
 
     @property
     def layer_set(self) -> LayerSet | None:
-        """The sub-layers that its drafts leave out, if that is how it drafts."""
+        """The sub-layers that its drafts skip, if it drafts by skipping."""
         return self.drafter.layer_set
 
 
@@ -98,9 +100,9 @@ Builder = Callable[[Resources, Any], tuple[Drafter, Verifier]]
 class MethodInfo:
     """A row of the registry: a method's paper, its needs, and whether its output may differ from the target's.
 
-    `needs` are "layer_set", "costs", or a part that a wing has. `drafts_with_model` says that a smaller model drafts;
-    without one, the target without a layer set's sub-layers does. `predicts_early`: drafts are predictions at an
-    intermediate layer.
+    `needs` are "layer_set", "costs", or a part of a wing. `drafts_with_model`: a smaller model drafts, or if there is
+    none, the target without a layer set's sub-layers. `predicts_early`: drafts are predictions at an intermediate
+    layer.
     """
 
     name: str
@@ -115,7 +117,7 @@ class MethodInfo:
 
     @property
     def takes_layer_set(self) -> bool:
-        """Tell whether the method drafts by a layer set if it has no draft model."""
+        """Return whether the method drafts by a layer set if it has no draft model."""
         return self.drafts_with_model or not self.needs.isdisjoint(("layer_set", "costs"))
 
     def settings_from(self, values: Any) -> Any:
@@ -142,7 +144,7 @@ def method(
 
 
 class NoDrafter(Drafter):
-    """Drafts nothing: the tree is its root."""
+    """Drafts nothing: the tree is only its root."""
 
     def draft(self, room: int) -> PassGenerator[Draft]:
         yield from ()
@@ -173,7 +175,7 @@ from .chains import swift as swift  # noqa: E402 - these modules import the defi
 def method_info(name: str) -> MethodInfo:
     """Return a method's row.
 
-    Raises: SettingsError: there is no such method; names the nearest.
+    Raises: SettingsError: the method is unknown; the message names the nearest.
     """
     return look_up("method", name, METHODS)
 

@@ -1,18 +1,18 @@
 """Drafts from whatever pays at the moment: earlier text, a cheaper model, both, or nothing; decided by measured time.
 
-A round is one of three. *Plain*: only the root. *Text*: what followed the text's end before, as in prompt lookup.
-*Model*: a chain of a draft model, the cheaper model or the checkpoint's multi-token-prediction layer, whichever is
-expected to bring more; where earlier text suggests the next tokens, one pass of the draft model checks
-several of them at once, and what text suggests after the chain's end is added unchecked. Text takes no part where
-drafted tokens are read from the device one step late (`DraftModel.draft_ahead`). All estimates are learnt from outcomes
-and carried over from request to request.
+A round is one of three kinds. *Plain*: only the root. *Text*: a continuation from earlier text, as in prompt lookup.
+*Model*: a chain of a draft model, either the cheaper model or the checkpoint's multi-token-prediction layer, whichever
+has the higher expected gain. If earlier text suggests the next tokens, one pass of the draft model checks several of
+them at once, and suggestions after the chain's end are added unchecked. Text is not used if drafted tokens are read
+from the device one step late (`DraftModel.draft_ahead`). All estimates are learnt from outcomes and kept across
+requests.
 
-All times are in plain passes of the target over one row. With λ the tokens per such pass that decoding gets at present,
-whatever takes t must bring λ · t tokens, or the time is better spent otherwise; a draft that is decided by this rule,
-step by step, makes λ as large as it can be (the fixed point of a ratio of sums, Dinkelbach 1967).
+All times are in one-row plain passes of the target. Let λ be the current number of tokens per such pass. A step of time
+t must then gain λ · t tokens, or the time is better spent otherwise. Deciding a draft by this rule, step by step,
+maximises λ (the fixed point of a ratio of sums, Dinkelbach 1967).
 
-`TargetWalk` gives the target's own tokens whatever the tree is. At temperatures above 0 a draft reads the noise of the
-target's draws (`TokenRule`), so that it proposes what the target would draw if the two agreed.
+`TargetWalk` gives the target's own tokens for any tree. At temperatures above 0 a draft uses the noise of the target's
+draws (`TokenRule`), so it proposes the token that the target would draw if the two agreed.
 Source: the choice between drafts by online estimates follows CAS-Spec (arXiv:2510.26843), drafts of drafts are its
 vertical cascade; stopping where a further step is not worth λ times its cost is our own.
 """
@@ -32,7 +32,7 @@ from ...core.settings import Format
 from ...core.types import TokenSource
 from ..draft import Draft, Drafter, DraftModel, Outcome
 from ..draft_tree import DraftTree
-from ..draft_worth import Acceptance, Joining, PassCosts, Probing, Rate, Throughput, chain_worth, faded
+from ..draft_worth import Acceptance, DraftParticipation, PassCosts, Probing, Rate, Throughput, chain_worth, faded
 from ..hit_rates import HitRates
 from ..text_matches import Cursor, Guess, Matches
 from ..verify import TargetWalk, Verifier
@@ -52,7 +52,7 @@ MAX_GUESSES = 3  # Maximum guessed tokens per draft pass; quantised passes get s
 
 @dataclass(frozen=True, slots=True)
 class AdaptiveSettings(Settings):
-    """Adaptive drafts: from earlier text and from a cheaper model, as measured time says."""
+    """Adaptive drafts: from earlier text and from a cheaper model, chosen by measured time."""
 
     # Format of sub-layers for which the layer set names none.
     draft_format: Literal[Format, "stored"] = "int4"
@@ -92,16 +92,16 @@ class ModelEstimates:
     step_cost: float  # Cost per token of a modelled chain, in plain passes; lookup guesses reduce it.
     acceptance: Acceptance = field(default_factory=Acceptance)
     probing: Probing = field(default_factory=Probing)
-    joining: Joining = field(default_factory=Joining)
+    joining: DraftParticipation = field(default_factory=DraftParticipation)
 
 
 @dataclass(slots=True)
 class Learned:
-    """Estimates learnt from all requests, by which each round is planned; those of draft models by their names."""
+    """Estimates learnt from all requests, from which each round is planned; those of draft models by name."""
 
     models: dict[str, ModelEstimates] = field(default_factory=dict)
     throughput: Throughput = field(default_factory=Throughput)  # Over all contexts.
-    # By the context bucket of the costs: what a round brings for its time depends on how much of it rows take.
+    # By context bucket, because the share of a round's time that rows take depends on the context.
     throughputs: dict[int, Throughput] = field(default_factory=dict)
     matched: HitRates = field(default_factory=HitRates)  # Hit rates over all texts; each text also has its own.
     # Acceptance of second candidates after the first was refused.
@@ -116,9 +116,9 @@ class Learned:
 class _Chain:
     """A chain as it grows: tokens, the confidence of those that the model gave (None: text's), and second candidates.
 
-    `alive` is the chance that the whole chain is accepted; `drafting` is the cost of the draft's passes so far, `spent`
-    that with the time of sequences that waited for them. `sources`: see `Draft`. `occurrences` are the places in the
-    corpus that nodes' tokens come from.
+    `alive` is the probability that the whole chain is accepted; `drafting` is the cost of the draft's passes so far,
+    `spent` the same plus the time of sequences that waited for them. `sources`: see `Draft`. `occurrences` are the
+    places in the corpus from which nodes' tokens come.
     """
 
     token_ids: list[int] = field(default_factory=list)
@@ -153,8 +153,8 @@ class _Chain:
         return DraftTree.grow(root, candidates)
 
 
-class ModelOffer(NamedTuple):
-    """A draft model of a request, what its passes cost, and what is learnt of it."""
+class DraftCandidate(NamedTuple):
+    """A draft model of a request, with the costs of its passes and the estimates learnt about it."""
 
     model: DraftModel
     costs: PassCosts
@@ -171,7 +171,7 @@ class AdaptiveDrafter(Drafter):
         self.model, self.costs, self.settings = model, costs, settings
         self.mtp: DraftModel | None = None
         self.learned = Learned()
-        self._used: ModelOffer | None = None  # The offer that the latest round drafted with.
+        self._used: DraftCandidate | None = None  # The offer that the latest round drafted with.
 
     def attach(self, runtime: Runtime) -> None:
         from ..mtp import measured_layer
@@ -200,7 +200,7 @@ class AdaptiveDrafter(Drafter):
         if self.mtp is not None and context.states is not None:  # `begin` has made a copy of `model` alone.
             models["mtp"] = self.mtp.begin(context), PassCosts(self.costs.source, self.mtp)
         self._offers = [
-            ModelOffer(model, costs, self.learned.models.setdefault(name, ModelEstimates(costs.draft(1))))
+            DraftCandidate(model, costs, self.learned.models.setdefault(name, ModelEstimates(costs.draft(1))))
             for name, (model, costs) in models.items()
             if model is not None
         ]
@@ -297,8 +297,8 @@ class AdaptiveDrafter(Drafter):
                 break
             chain.add_guess(guess)
 
-    def _plan_chain(self, offer: ModelOffer, max_length: int, rate: float) -> tuple[int, float]:
-        """Return how long a chain of the offered model should be, and what that is worth."""
+    def _plan_chain(self, offer: DraftCandidate, max_length: int, rate: float) -> tuple[int, float]:
+        """Return the best length of a chain of the candidate model, and its value."""
         expected_chances = [offer.learned.acceptance.overall.value] * min(max_length, offer.model.room)
         return chain_worth(expected_chances, offer.learned.step_cost, rate, offer.costs)
 
@@ -307,11 +307,11 @@ class AdaptiveDrafter(Drafter):
         return islice(cursor.ahead(), max_guesses if self.settings.lookup else 0)
 
     def _draft_by_model(
-        self, offer: ModelOffer, chain: _Chain, cursor: Cursor, max_length: int, rate: float
+        self, offer: DraftCandidate, chain: _Chain, cursor: Cursor, max_length: int, rate: float
     ) -> PassGenerator[Draft | None]:
         """Add the draft model's tokens while a further pass is worth its time; rate 0: up to `max_length`.
 
-        Return their draft if its last token is on the device still.
+        Return the draft if its last token is still on the device.
         """
         model, learned, max_length = offer.model, offer.learned, min(max_length, offer.model.room)
         self._used = offer
@@ -334,7 +334,7 @@ class AdaptiveDrafter(Drafter):
         return None
 
     def _draft_ahead_by_model(
-        self, offer: ModelOffer, chain: _Chain, max_length: int, rate: float
+        self, offer: DraftCandidate, chain: _Chain, max_length: int, rate: float
     ) -> PassGenerator[Draft]:
         """Draft like `_draft_by_model`, but read each step while the next one runs.
 
@@ -359,11 +359,11 @@ class AdaptiveDrafter(Drafter):
 
         return (yield from offer.model.draft_ahead(max_length, 2, on_candidates, should_continue))
 
-    def _charge(self, offer: ModelOffer, chain: _Chain, n_rows: int) -> float:
+    def _charge(self, offer: DraftCandidate, chain: _Chain, n_rows: int) -> float:
         """Add a draft pass's cost; return the factor for the sequences that waited for it.
 
-        Rows of earlier rounds that the pass runs, too, count as far as one round leaves them: a prompt's count once,
-        and would make each further step seem dear.
+        Rows of earlier rounds in the pass count only up to the number that one round leaves: a prompt's rows are read
+        once, and would make every further step seem expensive.
         """
         n_rows += min(offer.model.n_behind, self.settings.max_draft_length)
         # Waiting sequences per drafting sequence.
@@ -374,7 +374,7 @@ class AdaptiveDrafter(Drafter):
         return waiting_factor
 
     def _add_pass_tokens(
-        self, offer: ModelOffer, chain: _Chain, cursor: Cursor, logits: Tensor, guesses: Sequence[int], rate: float
+        self, offer: DraftCandidate, chain: _Chain, cursor: Cursor, logits: Tensor, guesses: Sequence[int], rate: float
     ) -> int:
         """Add a pass's tokens, row by row while the guesses match the draft model; return the number of matches."""
         learned, rule = offer.learned, self.context.rule
@@ -402,8 +402,8 @@ class AdaptiveDrafter(Drafter):
         second_chance = chain.alive * (1 - chance) * self.learned.second.value
         return self.settings.second_candidates and rate > 0 and second_chance > rate * self._row_cost(chain, 1)
 
-    def _guesses(self, offer: ModelOffer, cursor: Cursor, max_guesses: int) -> list[int]:
-        """Return lookup guesses that the next draft pass should check as well, as far as they save passes."""
+    def _guesses(self, offer: DraftCandidate, cursor: Cursor, max_guesses: int) -> list[int]:
+        """Return the lookup guesses that the next draft pass should also check, as many as save passes."""
         guesses, joint_chance, draft_cost = list[int](), 1.0, offer.costs.draft
         if not offer.model.checks_guesses:
             return guesses

@@ -1,8 +1,8 @@
 """The dashboard: pages rendered on the server, which work without scripts; their live parts are sent as HTML events.
 
-`shown_page` makes a page, and its live part, of one function; others are routes of `pages()` that end with `page`.
-Nothing is loaded from another host. Where API keys are set, a page asks for one of them once: a signed cookie remembers
-whose it was, for as long as the server has that key.
+`shown_page` builds a page and its live part from one function; other pages are routes of `pages()` that end with
+`page`. Nothing is loaded from another host. If API keys are set, a page asks once for one of them: a signed cookie
+remembers its owner, as long as the server has that key.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ templates = Environment(
     trim_blocks=True,
     lstrip_blocks=True,
 )
-# Signs sessions where no API keys are set: such a server accepts only local connections.
+# Signs sessions if no API keys are set; such a server accepts only local connections.
 _secret = secrets.token_hex(32)
 
 
@@ -76,7 +76,7 @@ _secret = secrets.token_hex(32)
 
 @dataclass(frozen=True, slots=True)
 class DashboardSession:
-    """A log-in: the name of its key, None where no keys are set; its forms carry `token`.
+    """A log-in: the name of its key (None without keys); its forms carry `token`.
 
     A `cookie` that is not None is set with the next page.
     """
@@ -91,7 +91,7 @@ def _session(keys: KeyRing, owner: str | None, signed_nonce: str | None = None) 
 
     Cookies are signed with the hash of the owner's key, so that removing a key ends its sessions.
 
-    Raises: BadSignature: the nonce is signed with another key, or too long ago.
+    Raises: BadSignature: the nonce is signed with another key, or has expired.
     """
     key = keys.find(owner)
     secret = _secret if key is None else key.hashed
@@ -113,9 +113,9 @@ def _known_session(request: Request, keys: KeyRing) -> DashboardSession | None:
 
 
 def session_of(request: Request, app: Shared) -> DashboardSession:
-    """Return the session of a request; a new one where no keys are set.
+    """Return the session of a request; a new one if no keys are set.
 
-    Raises: Refused: 401, where keys are set and nobody has logged in.
+    Raises: Refused: 401, if keys are set and the request has no valid session.
     """
     keys = app.settings.keys
     if (session := _known_session(request, keys)) is not None:
@@ -128,12 +128,12 @@ def session_of(request: Request, app: Shared) -> DashboardSession:
 def check_form(request: Request, app: Shared, token: Annotated[str, Form()] = "") -> DashboardSession:
     """Return the session that sent a form.
 
-    Raises: Refused: 401 as `session_of`; 403: a page of another site, or of an earlier session, has sent it.
+    Raises: Refused: 401 as in `session_of`; 403: a page of another site, or of an earlier session, sent it.
     """
     session = session_of(request, app)
     is_own_token = hmac.compare_digest(token.encode(errors="replace"), session.token.encode())
     if is_foreign(request.headers) or not is_own_token:
-        problem = "this form is not of your present session: load the page again, then send it"
+        problem = "this form belongs to another session: reload the page, then send it again"
         raise Refused(403, "foreign-form", problem)
     return session
 
@@ -186,7 +186,7 @@ async def _unknown_address(request: Request, error: Exception) -> Response:
         return refusal.response(path)
     keys = (await state_of(request)).settings.keys
     session = _known_session(request, keys) or (None if keys.required else _session(keys, None))
-    detail = f"There is no page at {path[:200]}: go to one of those below."
+    detail = f"There is no page at {path[:200]}: choose one of those below."
     response = page(request, session, "unknown.html", refusal.status_code, detail=detail)
     response.headers.update(refusal.headers or {})
     return _with_security_headers(response)
@@ -227,9 +227,9 @@ def _set_cookie(request: Request, response: Response, session: DashboardSession 
 def live(
     render_part: Callable[[], Awaitable[str]], period_s: float = LIVE_S, is_over: Callable[[], bool] = lambda: False
 ) -> Response:
-    """Send a page's live part whenever it has changed, or the error that keeps it from being rendered.
+    """Send a page's live part whenever it has changed, or the error that prevents its rendering.
 
-    Once `is_over`, the part is sent a last time, followed by the event "over".
+    When `is_over` returns true, the part is sent a last time, followed by the event "over".
     """
 
     async def events() -> AsyncIterator[ServerSentEvent]:
@@ -260,8 +260,8 @@ def shown_page(
 ) -> Callable[[ValuesOf], ValuesOf]:
     """Add a page of the template `name` to a router, and with `live_s` its live part `name`_part at `/live` + path.
 
-    The function below returns what both show. Its parameters are those of the two routes, as FastAPI reads them; it is
-    called for every update, `live_s` seconds after the last one, in a thread unless it is async.
+    The decorated function returns the values of both. Its parameters are those of the two routes, as FastAPI reads
+    them. It is called for every update, `live_s` seconds after the last one, in a thread unless it is async.
     """
 
     def add(values_of: ValuesOf) -> ValuesOf:
@@ -325,7 +325,7 @@ def ago(time_s: float) -> str:
 
 
 def moment(time_s: float) -> str:
-    """Return a time (seconds since 1970) by the server's clock, with its date where that is not today."""
+    """Return a time (seconds since 1970) by the server's clock, with its date unless that is today."""
     then, now = time.localtime(time_s), time.localtime()
     return time.strftime("%H:%M" if then[:3] == now[:3] else "%Y-%m-%d %H:%M", then)
 
@@ -353,7 +353,7 @@ router = pages()
 async def file(name: str) -> Response:
     """A file that pages load."""
     if name not in STATIC:
-        raise Refused(404, "no-such-route", "there is no such file: load the page again")
+        raise Refused(404, "no-such-route", "there is no such file: reload the page")
     return FileResponse(STATIC[name], headers={"Cache-Control": "public, max-age=31536000, immutable"})
 
 
@@ -374,7 +374,7 @@ async def log_in(
     app.logins.check(caller, "log-ins")
     app.logins.spend(caller)
     if is_foreign(request.headers):
-        raise Refused(403, "foreign-origin", "a page of another site may not log you in: open this server's own")
+        raise Refused(403, "foreign-origin", "a page of another site may not log you in: open this server's own page")
     owner = app.settings.keys.owner(key.strip())
     if owner is None:
         return page(request, None, "login.html", 401, next=_local(next), wrong=True)

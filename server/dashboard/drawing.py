@@ -1,4 +1,4 @@
-"""What pages draw as SVG: charts with two axes, layer maps, and bars per sub-layer; a shape is one path."""
+"""SVG drawings of the pages: charts with two axes, layer maps, and bars per sub-layer; a shape is one path."""
 
 from __future__ import annotations
 
@@ -52,15 +52,15 @@ def svg(
 
 
 def path(kind: str, commands: Iterable[str]) -> str:
-    """Return the parts as one path; nothing where there are none."""
+    """Return the parts as one path; an empty text without parts."""
     data = "".join(commands)
     return f'<path class="{kind}" d="{data}"/>' if data else ""
 
 
 class LayerGrid:
-    """The cells of a map: a row per kind of sub-layer, of height `row`, in blocks of PER_BLOCK layers side by side.
+    """The cells of a map: a row of height `row` per kind of sub-layer, in blocks of PER_BLOCK layers side by side.
 
-    `labels` number the layers and name the rows, whose text stands `baseline` below their tops.
+    `labels` number the layers and name the rows; their text is `baseline` below the top of a row.
     """
 
     def __init__(self, n_layers: int, row: int, baseline: int) -> None:
@@ -94,7 +94,7 @@ def state_of_part(layer_set: LayerSet, kind: Kind, layer: int) -> str:
 
 
 def experts_of_part(layer_set: LayerSet, kind: Kind, layer: int) -> int | None:
-    """Return how many experts the draft takes in a sub-layer that it keeps; None: as many as the model."""
+    """Return the number of experts that the draft uses in a kept sub-layer; None: as many as the model."""
     return layer_set.experts_of(layer) if kind == "mlp" and not layer_set.skips(kind, layer) else None
 
 
@@ -127,7 +127,7 @@ def map_words(layer_set: LayerSet) -> str:
             by_number.setdefault(number, []).append(layer)
     if by_number:
         phrases = [f"{number} in {spans(layers)}" for number, layers in sorted(by_number.items())]
-        sentences.append(f"Experts that a token takes: {'; '.join(phrases)}.")
+        sentences.append(f"Experts per token: {'; '.join(phrases)}.")
     return f"{' '.join(sentences)} Head: {layer_set.format_of('head') or 'kept'}."
 
 
@@ -148,8 +148,8 @@ def layer_map(layer_set: LayerSet, title: str, framed: Collection[SubLayer] = ()
 
     Sub-layers that the model's layers do not have get no cell.
 
-    A number in a cell is that of the experts that a token takes, where it takes fewer than the model. The cells of a
-    state are one path, so that a map is a few elements whatever the depth. `framed` ones get a frame.
+    A number in a cell is the number of experts per token, if the draft uses fewer than the model. All cells of a
+    state are one path, so a map has few elements whatever the depth. `framed` sub-layers get a frame.
     """
     grid = LayerGrid(layer_set.n_layers, ROW, 14)
     cells: dict[str, list[tuple[int, int]]] = {state: [] for state in STATES}
@@ -181,7 +181,7 @@ def layer_map(layer_set: LayerSet, title: str, framed: Collection[SubLayer] = ()
 def bar_map(whole: LayerSet, bars: Mapping[Kind, Sequence[float]], title: str, words: str, high: float) -> Markup:
     """Draw a bar per sub-layer of the model `whole`, attention above MLP, as high as its value (0 to 1).
 
-    `words` say in the description what it is to have a value of `high` or more.
+    `words` describes, for the text alternative, a value of `high` or more.
     """
     grid = LayerGrid(whole.n_layers, BAR + 6, BAR // 2 + 4)
     frames, filled_bars, sentences = [], [], []
@@ -212,22 +212,22 @@ def ticks(lowest: float, highest: float) -> list[float]:
 
 
 def clock_ticks(first_s: float, last_s: float) -> list[float]:
-    """Return at most seven times (seconds) that are whole minutes or hours, where the span is long enough for them."""
+    """Return at most seven times (seconds), whole minutes or hours if the span is long enough."""
     span_s = last_s - first_s
     step_s = next((step for step in CLOCK_STEPS_S if span_s / step <= 6), CLOCK_STEPS_S[-1])
     return [float(n * step_s) for n in range(math.ceil(first_s / step_s), math.floor(last_s / step_s) + 1)]
 
 
 def clock_words(at: float) -> str:
-    """Return a time (seconds since 1970) by the server's clock, with seconds where it is not a whole minute."""
+    """Return a time (seconds since 1970) by the server's clock, with seconds unless it is a whole minute."""
     return time.strftime("%H:%M:%S" if at % 60 else "%H:%M", time.localtime(at))
 
 
 class Plot:
     """A chart with two axes and room for the points; every series is one path, with its name as CSS class.
 
-    Args:   top: where the y axis ends at most, such as 1 of a share. bottom: where it begins, None: below the lowest
-            point. times: where the x axis begins and ends, in seconds since 1970, None: it has no times. width: in SVG
+    Args:   top: maximum end of the y axis, such as 1 for a share. bottom: its start; None: below the lowest point.
+            times: start and end of the x axis in seconds since 1970; None: the x axis has no times. width: in SVG
             units.
     """
 
@@ -267,7 +267,7 @@ class Plot:
     def links(
         self, name: str, points: Sequence[Point], mark_path: str, links: Sequence[str], titles: Sequence[str]
     ) -> None:
-        """Add a mark at each point that leads to an address. The keyboard has tables for that: Tab passes them by."""
+        """Add a mark at each point that links to an address. Tab skips the marks; for the keyboard there are tables."""
         self._has_links = self._has_links or bool(points)
         for point, link, title in zip(points, links, titles, strict=True):
             x, _, y = (at := self._at(point)).partition(" ")
@@ -287,7 +287,7 @@ class Plot:
         self.line(name, [*step_points, *points[-1:]])
 
     def key(self, name: str, words: str) -> None:
-        """Say below the x axis, in place of its label, what a line is."""
+        """Explain a line below the x axis, in place of the axis label."""
         x, y = LEFT + 110 * len(self._keys), HEIGHT - 10
         self._keys.append(f'{path(name, [f"M{x} {y}h24"])}<text x="{x + 30}" y="{y + 4}">{escape(words)}</text>')
 

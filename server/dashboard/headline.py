@@ -1,4 +1,4 @@
-"""The sentence of the first page: what drafting brings, and what was served, from the figures that exist."""
+"""The summary sentence of the first page: what drafting gains, and what was served, from the available figures."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from ...core.events import ModelTuning, TaskTuning
 from ..engines import EngineProcess
 from ..metrics import NOW_S, Period
 
-MOST_NAMED = 4  # Tasks that a sentence names.
-LEAST_SHARE = 0.005  # Share of the decoding time below which nothing is said to be saved or lost.
+MOST_NAMED = 4  # Maximum number of tasks named in a sentence.
+LEAST_SHARE = 0.005  # Minimum share of the decoding time that is reported as saved or lost.
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,12 +37,12 @@ NamedTask = tuple[str, TaskTuning]  # A task that has had requests, with the nam
 
 
 def headline(served: Sequence[ServedNow], jobs: Mapping[str, int]) -> str:
-    """Return what is the case, in a sentence or a few; `jobs` counts them by state."""
+    """Return a summary in a few sentences; `jobs` counts jobs by state."""
     if not served:
         return " ".join(("No model is served here.", *_of_jobs(jobs)))
     tokens = sum(state.total.tokens for state in served)
     if not tokens:
-        return " ".join((*map(_readiness, served), "Nothing was served yet.", *_of_jobs(jobs)))
+        return " ".join((*map(_readiness, served), "Nothing has been served yet.", *_of_jobs(jobs)))
     has_many = len(served) > 1
     tasks = [
         (f"{state.name}/{task.task}" if has_many else task.task, task)
@@ -56,9 +56,9 @@ def headline(served: Sequence[ServedNow], jobs: Mapping[str, int]) -> str:
 
 
 def saved_share(tasks: Iterable[TaskTuning]) -> float | None:
-    """Return the saved seconds / those that plain decoding would have taken; None: no task was judged.
+    """Return saved seconds / seconds that plain decoding would have taken; None: no task has a verdict.
 
-    What comparisons cost counts: their rounds are among the seconds of decoding.
+    The cost of comparisons counts, because their rounds are part of the decoding time.
     """
     judged = [task for task in tasks if task.ratio is not None or task.saved_before_s]
     saved_s = sum(task.all_saved_s for task in judged)
@@ -91,7 +91,7 @@ def _of_drafting(tasks: Sequence[NamedTask], served: Sequence[ServedNow]) -> Ite
     if unjudged:
         yield f"Not measured yet: {_named(unjudged, _pairs)}."
     if not all(state.engine.served.tune for state in served):
-        yield "What drafts save is not measured with --no-tune."
+        yield "With --no-tune the saving of drafts is not measured."
 
 
 def _saving(tasks: Sequence[TaskTuning]) -> str:

@@ -1,4 +1,4 @@
-"""The form for a new job: its fields, their labels, and the submission of what it was sent with."""
+"""The form for a new job: its fields, their labels, and its submission."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from .. import jobs as api
 from ..jobs import JobSubmission, StreamSource
 from ..middleware import State
 
-NAMES_OFFERED = 200  # Most suggestions for a text field.
-LABELS = {  # Field -> label, where the field's name is not clear enough.
-    "limit": "Take only the first prompts",
+NAMES_OFFERED = 200  # Maximum number of suggestions for a text field.
+LABELS = {  # Field -> label, if the field's name is not clear enough.
+    "limit": "Use only the first prompts",
     "max_new_tokens": "Tokens per completion",
     "concurrency": "Prompts decoded at once",
     "dtype": "Weights as",
@@ -39,11 +39,11 @@ LABELS = {  # Field -> label, where the field's name is not clear enough.
     "settings.optimise": "Search for layer sets",
     "settings.search_drafting": "Choose drafting by measured time",
     "settings.strategy": "Search strategy",
-    "settings.exportable": "Only sets that other engines load",
+    "settings.exportable": "Only sets that other engines can load",
     "settings.draft_format": "Format of draft weights",
-    "settings.max_steps": "Candidates at most",
-    "settings.patience": "Candidates without a better one that end the search",
-    "settings.context_window": "Tokens that a candidate is scored on",
+    "settings.max_steps": "Maximum number of candidates",
+    "settings.patience": "Candidates without an improvement that end the search",
+    "settings.context_window": "Tokens on which a candidate is scored",
     "settings.bayes_interval": "Candidates between two suggestions",
     "settings.seed": "Seed of the search",
     "sampling.seed": "Seed of sampling",
@@ -76,7 +76,7 @@ class Option:
         return label(self.name)
 
     def read(self, text: str) -> Any:
-        """Return the value of a text; one that should be a number and is not stays a text, which validation refuses."""
+        """Return the value of a text; an invalid number stays a text, which validation refuses."""
         if self.choices == ("yes", "no"):
             return text == "yes"
         with suppress(ValueError):
@@ -140,7 +140,7 @@ def submitted_values(form: FormData, stream: str) -> dict[str, Any]:
 def submit_form(app: State, form: FormData, content: bytes, file: str) -> tuple[Job, bool]:
     """Submit the job of a form; return it, and whether it is new. `content` is that of the uploaded `file`, if any.
 
-    Raises: ValidationError: a value cannot be used. SwiftoptError: the stream cannot, or the database is away.
+    Raises: ValidationError: a value is invalid. SwiftoptError: the stream is invalid, or the database is unavailable.
     """
     body = JobSubmission.model_validate(submitted_values(form, file or _form_text(form, "stream")))
     if file:
@@ -168,8 +168,8 @@ def form_errors(error: ValidationError | SwiftoptError) -> list[tuple[str, str]]
 def form_values(app: State, form: FormData, errors: Sequence[tuple[str, str]]) -> dict[str, Any]:
     """Return the values of the form: its texts, its errors, and suggestions of names.
 
-    Models are those that are served, that were loaded once, and that programs keep on this machine. A form that has no
-    field for the model yet names the one that is served, if it is the only one.
+    Suggested models are those served, those loaded before, and those that other programs keep on this machine. A form
+    without a model yet gets the served one, if there is only one.
     """
     served = [engine.served.path for engine in app.engines.of.values()]
     models_known = dict.fromkeys(served)

@@ -55,21 +55,21 @@ def state_shown(job: Job) -> str:
 
 
 def place_shown(job: Job, standing: JobStanding | None) -> str:
-    """Return how long the attempt's lease lasts, or what the attempt waits for."""
+    """Return the remaining time of the attempt's lease, or what the attempt waits for."""
     if standing is None:
         return "–"
     if job.state == "running" and standing.lease_s is not None:
         if standing.lease_s < 0:
-            return f"lease ran out {seconds(-standing.lease_s)} ago: its worker is lost"
-        return f"lease for {seconds(standing.lease_s)} more"
+            return f"lease expired {seconds(-standing.lease_s)} ago: its worker is lost"
+        return f"lease for another {seconds(standing.lease_s)}"
     if job.state != "queued":
         return "–"
     waits = standing.due_s is not None and standing.due_s > 0
-    return f"next attempt in {seconds(standing.due_s)}" if waits else "waits to be taken"
+    return f"next attempt in {seconds(standing.due_s)}" if waits else "waits for a worker"
 
 
 def retry_problem(app: State, job: Job) -> str:
-    """Return why a job that has ended cannot be retried from here, in a sentence; empty: it can."""
+    """Return the reason why a finished job cannot be retried from here, as a sentence; empty: it can."""
     problem = _attempt_problem(app.store, job.id, job.attempt, job.state, _model_of(job))
     if problem or job.queue is not None or app.queue is not None or job.state not in ("failed", "cancelled"):
         return problem
@@ -91,7 +91,7 @@ def _model_of(job: Job) -> tuple[Any, ...]:
 
 
 def verbs_of(job: Job, standing: JobStanding | None, problem: str = "") -> list[Verb]:
-    """Return the verbs that `store.transitions` allows in the job's state; with a `problem` it is not retried."""
+    """Return the verbs that `store.transitions` allows in the job's state, without "retry" if there is a `problem`."""
     runs, queued = job.state == "running", job.state == "queued"
     has_checkpoints = standing is not None and standing.n_checkpoints > 0
     # Whether the job's prompts are stored.
@@ -107,7 +107,7 @@ def verbs_of(job: Job, standing: JobStanding | None, problem: str = "") -> list[
 
 
 class WorkerSeen(NamedTuple):
-    """A worker of a queue, or a served model's engine; `doing` is its state in words, `sign` its last sign of life."""
+    """A worker of a queue, or a served model's engine; `doing` is its state in words, `sign` its last heartbeat."""
 
     name: str
     queue: str
@@ -117,9 +117,9 @@ class WorkerSeen(NamedTuple):
 
 
 def workers_of(app: State) -> tuple[list[WorkerSeen], str]:
-    """Return the workers, and in a sentence why they are not all known (empty: they are).
+    """Return the workers, and a sentence on why some may be missing (empty: none are).
 
-    Raises: StoreError: the database is away.
+    Raises: StoreError: the database is unavailable.
     """
     workers, missing_reason = _registered_workers(app)
     names = {worker.name for worker in workers}
@@ -136,11 +136,11 @@ def workers_of(app: State) -> tuple[list[WorkerSeen], str]:
 
 def _registered_workers(app: State) -> tuple[list[WorkerSeen], str]:
     if app.queue is None:
-        return [], "No Redis was named, so there are no workers to see; jobs of served models run in their engines."
+        return [], "No Redis is configured, so no workers are listed; jobs of served models run in their engines."
     try:
         workers = app.queue.workers()[:WORKERS_SHOWN]
     except ServiceUnreachable as error:
-        return [], f"Redis is away, so jobs wait for workers in the database: {error}."
+        return [], f"Redis is unavailable, so jobs wait in the database: {error}."
     workers_seen = []
     for worker in workers:
         job = worker.job.rpartition("-a")[0] if worker.job else None
@@ -151,10 +151,10 @@ def _registered_workers(app: State) -> tuple[list[WorkerSeen], str]:
 
 
 def event_words(event: JobEvent, n_prompts: int, payload: Event | None) -> str:
-    """Return an event in words; one that cannot be read, with None as its payload, is named."""
+    """Return an event in words; an unreadable one (payload None) only with its name."""
     match payload:
         case None:
-            return f"{event.type}: changed by hand, or of a newer swiftopt"
+            return f"{event.type}: edited by hand, or written by a newer swiftopt"
         case TrialsDone():
             n, matchnesses = (
                 len(payload.trials),
@@ -171,7 +171,7 @@ def event_words(event: JobEvent, n_prompts: int, payload: Event | None) -> str:
 
 
 def describe_events(events: Sequence[JobEvent], n_prompts: int) -> list[tuple[int, str, str]]:
-    """Return events with their times, in words: the beginning of a prompt only until there is its end."""
+    """Return events in words with their times; the start of a prompt is left out once the prompt has ended."""
     read_events = [(event, event.event) for event in events]  # Read once: an event may have hundreds of trials.
     ended_prompts = {payload.index for _, payload in read_events if isinstance(payload, PromptFinished)}
     return [
@@ -182,7 +182,7 @@ def describe_events(events: Sequence[JobEvent], n_prompts: int) -> list[tuple[in
 
 
 def figures_of(job: Job) -> list[tuple[str, str]]:
-    """Return the latest figures of a job that runs; none if a newer swiftopt has written them."""
+    """Return the latest figures of a running job; none if a newer swiftopt wrote them."""
     figures = job.figures
     if figures is None:
         return []
@@ -208,7 +208,7 @@ def _flatten(request: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def request_words(request: Mapping[str, Any]) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
-    """Return a job's request in words: the values that were chosen, and those at their defaults."""
+    """Return a job's request in words: the chosen values, and those at their defaults."""
     default_values = dict(_flatten(TuneRequest("", "").to_json()))
     rows_by_default: tuple[list[tuple[str, str]], list[tuple[str, str]]] = ([], [])
     for name, value in _flatten(request):
@@ -244,7 +244,7 @@ templates.filters["since"] = epoch_s
 def jobs(app: Shared, state: JobState | None = None, at: PageNumber = 1) -> dict[str, Any]:
     """Return the jobs of a page (from 1), the newest first, and the workers.
 
-    Raises: StoreError: the database is away.
+    Raises: StoreError: the database is unavailable.
     """
     newest = app.store.jobs.latest(state, PER_PAGE + 1, (at - 1) * PER_PAGE)
     shown, states = newest[:PER_PAGE], app.store.jobs.states()
@@ -272,7 +272,7 @@ def new(request: Request, app: Shared) -> dict[str, Any]:
 
 @router.post("/jobs/new")
 async def submit(request: Request, app: Shared, session: FormSession) -> Response:
-    """Submit a job; if that fails, the form again, with its errors."""
+    """Submit a job; if that fails, return the form with its errors."""
     form = await request.form()  # Already parsed and cached by the check of the form's token.
     upload = form.get("file")
     file, content = (upload.filename or "", await upload.read()) if isinstance(upload, UploadFile) else ("", b"")
@@ -288,9 +288,9 @@ async def submit(request: Request, app: Shared, session: FormSession) -> Respons
 
 @shown_page(router, "/jobs/{job}", "job", LIVE_S)
 def show(app: Shared, job: JobId, known: bool = False) -> dict[str, Any]:
-    """Return one job; `known`: it was submitted again.
+    """Return one job; `known`: the submission found an existing job.
 
-    Raises: NotFound: no such job. StoreError: the database is away.
+    Raises: NotFound: no such job. StoreError: the database is unavailable.
     """
     shown_job, jobs = app.board.get(job), app.store.jobs
     standing = jobs.standings([shown_job.id]).get(shown_job.id)

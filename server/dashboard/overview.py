@@ -1,4 +1,4 @@
-"""The first page: what is the case now, in a sentence and a curve; then the tasks, and first what needs attention."""
+"""The first page: problems that need attention, a summary sentence, a curve of the speed, and the tasks."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from .drawing import DOT, Plot, Point
 from .headline import ServedNow, headline
 from .traffic import POINTS, SPANS, periods_with_data
 
-NARROW = 480  # Width of the curve in SVG units: it is shown whole on a phone.
+NARROW = 480  # Width of the curve in SVG units, so that it fits a phone's screen.
 
 router = pages()
 
 
 async def served_now(app: State) -> list[ServedNow]:
-    """Return what every engine does now."""
+    """Return the current state of every engine."""
     tunings, history = await app.engines.ask_tuning(), app.engines.metrics.history
     return [
         ServedNow(engine, tunings[name], history.now(name), history.total(name))
@@ -34,7 +34,7 @@ async def served_now(app: State) -> list[ServedNow]:
 
 
 def alarms(engine_states: Sequence[ServedNow], service_problems: Iterable[str]) -> list[str]:
-    """Return what needs attention, a sentence each; `service_problems` are of database, disks and Redis."""
+    """Return the problems that need attention, one sentence each; `service_problems` concern database, disks, Redis."""
     sentences = [
         f"{engine_state.name} does not serve: {engine_state.engine.state}"
         for engine_state in engine_states
@@ -47,7 +47,7 @@ def alarms(engine_states: Sequence[ServedNow], service_problems: Iterable[str]) 
             reason = f" ({costs.remark})" if costs.remark else ""
             sentences.append(
                 f"The costs of {engine_state.name} were measured while other programs ran{reason}:"
-                " drafts are chosen by wrong prices until requests have refined them"
+                " drafts are chosen by inaccurate costs until requests have refined these"
             )
         for task in engine_state.tuning.tasks:
             if task.in_use == "plain" and task.pinned is None and task.requests:
@@ -90,7 +90,7 @@ def speed_chart(periods: Sequence[Period]) -> Markup | None:
 
 
 def recent_periods(history: History) -> list[Period]:
-    """Return the last hour that has data, in periods of 10 s where ten minutes have all of it, else of a minute."""
+    """Return the last hour with data, in periods of 10 s if all data are within ten minutes, otherwise of a minute."""
     minutes, hour = (periods_with_data(history, SPANS[span], POINTS) for span in ("10 minutes", "1 hour"))
     return minutes if _requests(minutes) == _requests(hour) else hour
 
@@ -100,7 +100,7 @@ def _requests(periods: Sequence[Period]) -> int:
 
 
 def stretches(points: Sequence[Point], step: float) -> list[list[Point]]:
-    """Return runs of points that follow one another at a distance of one step: between others nothing was measured."""
+    """Return runs of points at a distance of one step; nothing was measured between runs."""
     runs: list[list[Point]] = []
     for point in points:
         if runs and point[0] - runs[-1][-1][0] <= step:
@@ -137,10 +137,10 @@ async def overview(app: Shared) -> dict[str, Any]:
 
 
 def _jobs(app: State) -> tuple[dict[str, int], str]:
-    """Return the jobs by state, and a sentence where the database or a disk cannot be used (empty: they can)."""
+    """Return the jobs by state, and a sentence if the database or a disk cannot be used (empty: they can)."""
     try:
         jobs = app.store.jobs.states()
     except StoreError as failure:
-        return {}, f"The database is away: {failure}"
+        return {}, f"The database is unavailable: {failure}"
     problem = app.storage.problem()
     return jobs, f"Nothing can be stored: {problem}" if problem else ""

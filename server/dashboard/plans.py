@@ -1,4 +1,4 @@
-"""The pages of plans: per model and task the versions, their layer maps and evidence, and which of them is in use."""
+"""The pages of plans: for each model and task its versions, their layer maps and evidence, and the one in use."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ PER_PAGE = 100  # Tasks on a page of the list.
 SELDOM_S = 10.0  # Seconds between two updates of a table that rarely changes.
 NOTICES = {
     "promoted": "This version is the best one now.",
-    "rolled-back": "The last choice was taken back.",
+    "rolled-back": "The last choice was undone.",
     "plain": "Plain decoding is pinned.",
     "best": "Drafts are pinned.",
-    "judged": "Its requests judge it again.",
+    "judged": "It is judged by its requests again.",
 }
 
 router = pages()
@@ -69,7 +69,7 @@ class JudgedText:
 class Evidence:
     """The stored evidence for a version's verdict; `words` describe it.
 
-    `finished` is the final event of the job that made the version, `compared` the rows of the comparison that made it.
+    `finished` is the last event of the job that created the version, `compared` the rows of the comparison that did.
     """
 
     words: str
@@ -109,16 +109,16 @@ def evidence_of(store: Store, version: PlanVersion) -> Evidence:
 
 
 def _comparison_evidence(store: Store, version: PlanVersion) -> Evidence:
-    """Return the comparison that made a version."""
+    """Return the comparison that created a version."""
     for row in store.comparisons(version.model, version.task, 100):
         if (row["report"].get("plan") or {}).get("version") == version.version:
             description = f"A comparison of methods on {row['device']}, {row['created_at']}."
             return Evidence(description, compared=row["report"]["results"])
-    return Evidence("Nothing that it was judged on is stored.")
+    return Evidence("The evidence of its verdict is not stored.")
 
 
 def overview_of(versions: Sequence[PlanVersion]) -> list[tuple[PlanVersion, int]]:
-    """Return per model and task the version that lookups find, else the newest, and the number of versions."""
+    """Return for each model and task the version that lookups find, or else the newest, and the number of versions."""
     counts = Counter((version.model, version.task) for version in versions)
     current: dict[tuple[str, str], PlanVersion] = {}
     for version in versions:
@@ -186,7 +186,7 @@ def settings_of(version: PlanVersion) -> dict[str, str]:
 
 
 async def engines_serving(app: State, version: PlanVersion) -> list[tuple[EngineProcess, TaskTuning | str]]:
-    """Return the engines that serve the model, each with the tuning of the task, or why it does not answer."""
+    """Return the engines that serve the model, each with the tuning of the task, or the reason for no answer."""
     serving: list[tuple[EngineProcess, TaskTuning | str]] = []
     for engine in app.engines.of.values():
         if engine.served.name in version.names or (version.fingerprint or "") == engine.card()["fingerprint"]:
@@ -246,7 +246,7 @@ def task_values(store: Store, model: str, task: str, number: int | None) -> dict
 
 
 def plan_address(model: str, task: str, **query: object) -> str:
-    """Return the address of a task's page; names may have slashes, so they stand in the query."""
+    """Return the address of a task's page; names may have slashes, so they are in the query."""
     return f"/plans/task?{urlencode({'model': model, 'task': task, **query})}"
 
 
@@ -258,7 +258,7 @@ templates.globals["plan_address"] = plan_address
 
 @shown_page(router, "/plans", "plans", SELDOM_S)
 def plans(app: Shared, at: PageNumber = 1) -> dict[str, Any]:
-    """Return per model and task the plan that is in use, of a page (from 1)."""
+    """Return for each model and task the plan in use, for one page of the list (from 1)."""
     versions, n_tasks = app.store.plan_page(PER_PAGE, (at - 1) * PER_PAGE)
     return {"rows": overview_of(versions), "at": at, "n_pages": max(1, -(-n_tasks // PER_PAGE))}
 
@@ -267,7 +267,7 @@ def plans(app: Shared, at: PageNumber = 1) -> dict[str, Any]:
 async def task_plans(
     app: Shared, model: Name, task: Name, version: Depth | None = None, said: str = ""
 ) -> dict[str, Any]:
-    """Return the versions of a model's task, and one of them whole."""
+    """Return the versions of a model's task, with all details of one of them."""
     values = await run_in_threadpool(task_values, app.store, model, task, version)
     return {**values, "served": await engines_serving(app, values["found"]), "notice": NOTICES.get(said)}
 
@@ -333,7 +333,7 @@ async def pin(
     task: NameField,
     way: Annotated[Way | Literal["judged"], Form()],
 ) -> Response:
-    """Pin a served task to plain decoding or to its drafts, or let it be judged again."""
+    """Pin a served task to plain decoding or to its drafts, or unpin it."""
     engine = app.engines.find(served)
     await engine.steer(Steer("pin", task, None if way == "judged" else way))
     return RedirectResponse(plan_address(model, task, said=way), 303)

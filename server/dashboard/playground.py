@@ -1,7 +1,7 @@
 """The playground: one prompt decoded by a plan and plainly, with the source of each token.
 
 Both completions are requests to the model's engine, one after the other, so that neither slows the other; each reads
-the prompt again. Nothing is learnt from them, and the traffic's figures leave them out.
+the prompt again. The server learns nothing from them, and they do not count in the traffic's figures.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from ..middleware import Shared, State
 from ..schemas import Task
 from . import CurrentSession, DashboardSession, FormSession, live, page, pages, render, shown_page
 
-MOST_TRIES = 32  # Most playground runs in memory.
-MOST_TOKENS = 1024  # Most tokens of a completion in the playground.
+MOST_TRIES = 32  # Maximum number of playground runs in memory.
+MOST_TOKENS = 1024  # Maximum tokens of a completion in the playground.
 PERIOD_S = 0.2  # Seconds between two updates of a running completion.
 DEFAULT_FIELDS = {"form": "chat", "tokens": "128", "temperature": "0"}  # Default values of the playground's form.
-OF = " of "  # Between the version and the task of a plan that is chosen.
-MOST_VERSIONS = 200  # Most stored versions that the form offers.
+OF = " of "  # Separates the version and the task of a chosen plan.
+MOST_VERSIONS = 200  # Maximum number of stored versions that the form offers.
 PLANS = ("adaptive", "prompt-lookup", "swift")  # Methods that the form suggests besides stored versions.
 SOURCES: Mapping[TokenSource, str] = {
     "target": "the model itself",
@@ -74,7 +74,7 @@ class Side:
             while self.completion is None:
                 self._take((await next_answer(reply.answers, deadline_s - time.monotonic()))[1])
         except TimeoutError:
-            self.problem = f"it has taken longer than {within_s:g} s: ask for fewer tokens, or raise --timeout"
+            self.problem = f"it took longer than {within_s:g} s: request fewer tokens, or raise --timeout"
         except SwiftoptError as error:
             self.problem = str(error)
         except asyncio.CancelledError:
@@ -131,7 +131,7 @@ class Side:
 
 
 @dataclass(slots=True, eq=False)
-class Try:
+class PlaygroundRun:
     """A prompt and its two completions."""
 
     id: str
@@ -147,12 +147,12 @@ class Try:
 
     @property
     def messages(self) -> tuple[Mapping[str, Any], ...]:
-        """The chat; empty where the prompt is a text."""
+        """The chat; empty if the prompt is a text."""
         return self.sides[0].request.messages
 
     @property
     def unlike(self) -> int | None:
-        """The first token, counted from 1, in which the completions differ; None: they are the same."""
+        """The first token (from 1) in which the completions differ; None: they are the same."""
         first_ids, second_ids = (side.completion.token_ids if side.completion else () for side in self.sides)
         if first_ids == second_ids:
             return None
@@ -173,19 +173,19 @@ def _bytes(token: Piece) -> bytes:
     return token.encode() if isinstance(token, str) else bytes(token)
 
 
-def request_of(form_fields: Mapping[str, str], previous: Try | None) -> CompletionRequest:
-    """Return the request of a form; a chat goes on where the earlier one ended.
+def request_of(form_fields: Mapping[str, str], previous: PlaygroundRun | None) -> CompletionRequest:
+    """Return the request of a form; a chat continues the previous one.
 
     Raises: InvalidInput: a field cannot be used.
     """
     if not form_fields["prompt"].strip():
-        raise InvalidInput("the prompt is empty: write something to go on with", "prompt")
+        raise InvalidInput("the prompt is empty: write a text to continue", "prompt")
     plan, of, task_of_plan = form_fields["plan"].strip().partition(OF)
     task = None
     try:
         task = TaskName.validate_python(form_fields["task"]) if form_fields["task"].strip() else None
     except ValidationError:
-        raise InvalidInput("the task is no name of one: leave out slashes, and keep it short", "task") from None
+        raise InvalidInput("the task is not a valid name: use a short word without slashes", "task") from None
     if of and task not in (None, task_of_plan):
         problem = f"version {plan} is of the task {task_of_plan!r}, not of {task!r}: choose that task, or none"
         raise InvalidInput(problem, "plan")
@@ -216,12 +216,12 @@ def _number(form_fields: Mapping[str, str], name: str, lowest: int, highest: int
     except ValueError:
         number = lowest - 1
     if not lowest <= number <= highest:
-        raise InvalidInput(f"{name} is {form_fields[name]!r}: give a number from {lowest} to {highest}", name)
+        raise InvalidInput(f"{name} is {form_fields[name]!r}: use a number from {lowest} to {highest}", name)
     return number
 
 
 async def form_values(app: State, form_fields: Mapping[str, str]) -> dict[str, Any]:
-    """Return the values of the form: its texts, and what may be chosen."""
+    """Return the values of the form: its texts and its choices."""
     tasks = {task.task for engine in app.engines.of.values() for task in engine.tuning.tasks}
     engine = app.engines.of.get(form_fields["model"])
     versions: list[str] = []
@@ -233,7 +233,7 @@ async def form_values(app: State, form_fields: Mapping[str, str]) -> dict[str, A
         versions = [f"{plan_version.version}{OF}{plan_version.task}" for plan_version in stored[:MOST_VERSIONS]]
         tasks |= {plan_version.task for plan_version in stored}
     plans = {**{name: f"version {name}" for name in versions}, **{name: f"the method {name}" for name in PLANS}}
-    # What an address asks for may be chosen, too.
+    # A plan named in the address is also a choice.
     if (plan := form_fields["plan"]) and plan not in plans:
         plans[plan] = plan
     tasks |= {form_fields["task"]} - {""}
@@ -248,7 +248,7 @@ async def form_values(app: State, form_fields: Mapping[str, str]) -> dict[str, A
 
 
 def _read_form(submitted_fields: Mapping[str, Any], app: State) -> dict[str, str]:
-    """Return the form's fields as they were typed; those that were not have their defaults."""
+    """Return the form's fields as typed; the others have their defaults."""
     model = next(iter(app.engines.of), "")
     names = ("model", "task", "plan", "prompt", "form", "tokens", "temperature", "after")
     defaults = {**dict.fromkeys(names, ""), **DEFAULT_FIELDS, "model": model}
@@ -262,12 +262,12 @@ def _read_form(submitted_fields: Mapping[str, Any], app: State) -> dict[str, str
     return {**form_fields, "plan": f"{plan}{OF}{task}" if plan.isdecimal() and task else plan}
 
 
-def _try_of(app: State, session: DashboardSession, number: str) -> Try:
-    """Raises: Refused: 404, there is none, or it is another's."""
-    playground_try: Try | None = app.tries.get(number)
-    if playground_try is None or playground_try.owner != session.owner:
-        raise Refused(404, "no-such-try", "this try is no longer remembered: start another one at /playground")
-    return playground_try
+def _run_of(app: State, session: DashboardSession, number: str) -> PlaygroundRun:
+    """Raises: Refused: 404, there is no such run, or it belongs to another session."""
+    playground_run: PlaygroundRun | None = app.tries.get(number)
+    if playground_run is None or playground_run.owner != session.owner:
+        raise Refused(404, "no-such-try", "this run is no longer stored: start another one at /playground")
+    return playground_run
 
 
 @shown_page(router, "/playground", "playground")
@@ -280,7 +280,7 @@ async def new(request: Request, app: Shared) -> dict[str, Any]:
 async def start(request: Request, app: Shared, session: FormSession) -> Response:
     """Decode a prompt both ways."""
     form_fields = _read_form(await request.form(), app)
-    previous: Try | None = app.tries.get(form_fields["after"])
+    previous: PlaygroundRun | None = app.tries.get(form_fields["after"])
     if previous is not None and previous.owner != session.owner:
         previous = None
     try:
@@ -297,44 +297,44 @@ async def start(request: Request, app: Shared, session: FormSession) -> Response
         Side(name, replace(side_request, salt=f"{number}-{name}"))
         for name, side_request in (("The plan", planned_request), ("Plain", plain_request))
     ]
-    playground_try = Try(number, session.owner, form_fields, (sides[0], sides[1]))
-    playground_try.work = asyncio.create_task(playground_try.run(engine, app.settings.timeout_s))
+    playground_run = PlaygroundRun(number, session.owner, form_fields, (sides[0], sides[1]))
+    playground_run.work = asyncio.create_task(playground_run.run(engine, app.settings.timeout_s))
     while len(app.tries) >= MOST_TRIES:
         _stop(app.tries.pop(next(iter(app.tries))))
-    app.tries[number] = playground_try
+    app.tries[number] = playground_run
     return RedirectResponse(f"/playground/{number}", 303)
 
 
 @shown_page(router, "/playground/{number}", "playground")
 async def show(app: Shared, session: CurrentSession, number: str) -> dict[str, Any]:
     """Return a prompt's completions as they come, and a form to continue."""
-    playground_try = _try_of(app, session, number)
+    playground_run = _run_of(app, session, number)
     form_fields = {
-        **playground_try.typed,
-        "prompt": "" if playground_try.messages else playground_try.typed["prompt"],
+        **playground_run.typed,
+        "prompt": "" if playground_run.messages else playground_run.typed["prompt"],
         "after": number,
     }
-    return {**await form_values(app, form_fields), "tried": playground_try, "sources": SOURCES, "wrong": ""}
+    return {**await form_values(app, form_fields), "tried": playground_run, "sources": SOURCES, "wrong": ""}
 
 
 @router.get("/live/playground/{number}")
 async def show_live(app: Shared, session: CurrentSession, number: str) -> Response:
     """The completions as they grow."""
-    playground_try = _try_of(app, session, number)
+    playground_run = _run_of(app, session, number)
 
     async def render_part() -> str:
-        return render("playground_part.html", tried=playground_try, session=session)
+        return render("playground_part.html", tried=playground_run, session=session)
 
-    return live(render_part, PERIOD_S, lambda: playground_try.is_over)
+    return live(render_part, PERIOD_S, lambda: playground_run.is_over)
 
 
 @router.post("/playground/{number}/stop")
 async def stop(app: Shared, session: FormSession, number: str) -> Response:
     """Stop the decoding."""
-    _stop(_try_of(app, session, number))
+    _stop(_run_of(app, session, number))
     return RedirectResponse(f"/playground/{number}", 303)
 
 
-def _stop(playground_try: Try) -> None:
-    if playground_try.work is not None:
-        playground_try.work.cancel()
+def _stop(playground_run: PlaygroundRun) -> None:
+    if playground_run.work is not None:
+        playground_run.work.cancel()

@@ -1,4 +1,4 @@
-"""The pages of requests: the latest ones, and one with its rounds and why it was decoded as it was."""
+"""The pages of requests: the latest ones, and one with its rounds and the reasons for how it was decoded."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .playground import SOURCES
 
 PER_PAGE = 50
 BAR_WIDTH, GAP, STRIP_HEIGHT, PER_STRIP = 8, 3, 48, 56  # Three sizes in SVG units, and rounds per strip.
-MARKS: dict[TokenSource, str] = {  # SVG path below the bar of a round, by what drafted: colour alone tells nothing.
+MARKS: dict[TokenSource, str] = {  # SVG path below a round's bar, by drafter, because colour alone is not accessible.
     "draft": "",
     "text": "h8",
     "corpus": "h2m2 0h2m2 0h2",
@@ -30,15 +30,15 @@ MARKS: dict[TokenSource, str] = {  # SVG path below the bar of a round, by what 
     "grammar": "m0 3h8m0 -3h-8",
     "target": "",
 }
-DRAFTERS = {**SOURCES, "draft": "the model's draft"}  # What drafted a round, in words.
+DRAFTERS = {**SOURCES, "draft": "the model's draft"}  # Names of the drafters of a round.
 VERDICTS: dict[VerdictWord, str] = {
     "use": "drafts were measured to be faster",
     "plain": "drafts were measured to be slower, or not reliably faster",
     "unmeasured": "too few timings for a verdict",
 }
 CONSTRAINTS: dict[Constraint, str] = {
-    "json": "the text is held to a JSON schema",
-    "tool": "the text is held to the call of a tool",
+    "json": "the text is constrained by a JSON schema",
+    "tool": "the text is constrained to a tool call",
 }
 
 router = pages()
@@ -48,7 +48,7 @@ router = pages()
 
 
 def why(request: EndedRequest) -> str:
-    """Return in a few words why a request was decoded as it was, or why it failed."""
+    """Return in a few words the reason for how a request was decoded, or why it failed."""
     if request.error:
         return request.error
     if request.why_plain is not None:
@@ -60,28 +60,28 @@ def why(request: EndedRequest) -> str:
 
 
 def plan_words(request: EndedRequest) -> str:
-    """Return where the drafts of a request came from, or would have."""
+    """Return the plan from which the drafts of a request came, or would have come."""
     if request.version is not None:
         return f"stored version {request.version} of {request.task}"
     return "the best set of the search so far"
 
 
 def aspects(request: EndedRequest) -> list[tuple[str, str]]:
-    """Return what a request was decoded by, an aspect and a sentence each."""
+    """Return the aspects of how a request was decoded, each with a sentence."""
     if request.error:
         return [("Failed", request.error)]
     rounds, sums, n_crowded = request.rounds, request.sums, request.crowded_rounds
     drafted_by = Counter(DRAFTERS[figures.drafter] for figures in rounds.first if figures.steps)
     drafters = ", ".join(f"{n} by {name}" for name, n in drafted_by.most_common())
     company = "alone" if rounds.beside < 0.05 else f"with {rounds.beside:.1f} other requests on average"
-    crowded = f"; in {n_crowded} rounds there were so many that drafts do not pay" if n_crowded else ""
+    crowded = f"; in {n_crowded} rounds there were too many for drafts to pay" if n_crowded else ""
     cached = f", {sums.cached_tokens:,} of them read before" if sums.cached_tokens else ""
     way = (
         f"plainly: {why(request)}"
         if request.way == "plain"
         else f"with drafts in {drafted_by.total()} of {rounds.n} rounds: {drafters}"
     )
-    verdict = "none: this server learns nothing" if request.verdict is None else VERDICTS[request.verdict]
+    verdict = "none: this server does not learn" if request.verdict is None else VERDICTS[request.verdict]
     return [
         ("Way", way),
         ("Plan", f"the request asks for {request.asked}" if request.asked else plan_words(request)),
@@ -101,7 +101,7 @@ def figures_of(request: EndedRequest) -> list[tuple[str, str]]:
         ("Tokens", number(sums.tokens, 0)),
         ("Tokens per second of decoding", number(sums.decode_tok_s, 1)),
         ("First token after", seconds(sums.first_token_s)),
-        ("Waited for a place", seconds(request.queued_s)),
+        ("Waited for a slot", seconds(request.queued_s)),
         ("Took", seconds(request.total_s)),
         ("Rounds", number(rounds.n, 0)),
         ("Drafts accepted", percent(sums.acceptance_rate)),
@@ -114,7 +114,7 @@ def figures_of(request: EndedRequest) -> list[tuple[str, str]]:
 
 
 def round_strip(rounds: Sequence[RoundFigures]) -> Markup:
-    """Draw a bar per round, as high as its draft, filled as far as it was accepted; a short line had no draft."""
+    """Draw a bar per round, as high as its draft and filled up to its accepted length; a short line: no draft."""
     highest = max((figures.steps for figures in rounds), default=0) or 1
     unit = (STRIP_HEIGHT - 14) / highest
     frames: list[str] = []
@@ -143,7 +143,7 @@ def round_strip(rounds: Sequence[RoundFigures]) -> Markup:
 
 
 def legend(rounds: Sequence[RoundFigures]) -> list[tuple[Markup, str]]:
-    """Return a sample and a name for everything that a strip shows."""
+    """Return a sample and a name for each kind of mark in a strip."""
     sources = [source for source in SOURCES if any(figures.drafter == source for figures in rounds)]
     samples = [
         round_strip([RoundFigures(3, 0 if source == "target" else 3, 2 * (source != "target"), source)])
@@ -160,7 +160,7 @@ templates.filters["clock"] = lambda at: time.strftime("%H:%M:%S", time.localtime
 # --- routes
 
 Way = Literal["drafts", "plain", "failed"]
-# A name that a form sends; empty where it leaves out the choice.
+# A name that a form sends; empty without a choice.
 Chosen = Annotated[Word | Literal[""] | None, Query()]
 
 
@@ -197,11 +197,13 @@ async def requests(
 async def show(app: Shared, session: CurrentSession, id: str) -> dict[str, Any]:
     """Return one request.
 
-    Raises: Refused: 404, it is not kept.
+    Raises: Refused: 404, it is not stored.
     """
     kept_request = app.engines.requests.find(id)
     if kept_request is None:
-        detail = f"there is no request {id[:80]!r} here: the last {MOST_REQUESTS:,} since the server's start are kept"
+        detail = (
+            f"there is no request {id[:80]!r} here: only the last {MOST_REQUESTS:,} since the server's start are stored"
+        )
         raise Refused(404, "not-found", detail)
     rounds = kept_request.rounds.first
     engine = app.engines.of.get(kept_request.model)

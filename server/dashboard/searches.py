@@ -54,7 +54,7 @@ router = pages()
 class FoundSearch:
     """A search as its page shows it; `job` is None for one of a served model.
 
-    `tasks` are the searches of the same job, `stored` is the one that is shown (None: nothing was tried), with its
+    `tasks` are the searches of the same job; `stored` is the search on the page (None: nothing was tried), with its
     `trials`; `label` names their score.
     """
 
@@ -107,7 +107,7 @@ def _costs(store: Store, found: FoundSearch) -> CostProfile | None:
 
 
 def _whole(trials: Sequence[Tried], costs: CostProfile | None) -> LayerSet:
-    """Return the model of a search as a set that skips nothing; trials do not say what its layers do not have."""
+    """Return the model of a search as a set that skips nothing; the costs tell which sub-layers are absent."""
     return LayerSet(trials[0].n_layers, absent=() if costs is None else costs.absent or ())
 
 
@@ -118,7 +118,7 @@ def _whole(trials: Sequence[Tried], costs: CostProfile | None) -> LayerSet:
 async def searches(
     app: Shared, model: Chosen = None, task: Chosen = None, kind: Chosen = None, sort: Sort = "begun"
 ) -> dict[str, Any]:
-    """Return the searches of jobs and of served models, of a model and a task or of all, in an order."""
+    """Return the searches of jobs and of served models, optionally of one model and task, sorted."""
     live_searches = [
         (engine_state.name, task_state, layer_map(task_state.layer_set, f"Drafts of {task_state.task}"))
         for engine_state in await served_now(app)
@@ -156,7 +156,7 @@ def compare(
     left: Annotated[str, Query(min_length=1, max_length=500)],
     right: Annotated[str, Query(min_length=1, max_length=500)],
 ) -> dict[str, Any]:
-    """Return two searches side by side; each is named by its id and its task, with a slash between them.
+    """Return two searches side by side; each is given as ID/TASK.
 
     Raises: as `find_search`; Refused: 404, one of them has no trials.
     """
@@ -193,7 +193,7 @@ ChosenTrials = Annotated[TrialQuery, Depends(trial_query)]
 
 @shown_page(router, "/searches/{job}", "search")
 def search(app: Shared, job: str, query: ChosenTrials) -> dict[str, Any]:
-    """Return a search for one task; `job` is the id of its job, or its own if it is of a served model.
+    """Return a search for one task; `job` is the id of its job, or the search's own id for a served model.
 
     Raises: as `find_search`.
     """
@@ -228,7 +228,7 @@ async def search_live(app: Shared, session: CurrentSession, job: str, query: Cho
 
 
 def is_news(previous: Sequence[StoredSearch], current: Sequence[StoredSearch]) -> bool:
-    """Return whether a job has another state or task, or so many more trials that its charts show them."""
+    """Return whether a job has a new state or task, or enough new trials to change its charts."""
     if [(stored_search.task, stored_search.state) for stored_search in previous] != [
         (stored_search.task, stored_search.state) for stored_search in current
     ]:

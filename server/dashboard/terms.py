@@ -1,4 +1,4 @@
-"""The terms of the pages: one table, from which headings and figures link to their sentence, and the page of terms."""
+"""The terms of the pages: a table to whose sentences headings and figures link, and the page of terms."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ from . import pages, shown_page, templates
 # Term -> the sentence that explains it. `docs/serving.md` has the formulas of figures.
 TERMS: Mapping[str, str] = {
     "Acceptance rate α": "Accepted draft tokens / drafted tokens.",
-    "Adopted": "The search put this layer set into use, in place of the one before.",
-    "Cost c": "Seconds of a draft's pass / seconds of a plain pass of the model.",
-    "Draft": "Tokens that are guessed cheaply, then checked by the model in one pass: the output stays the same.",
-    "Front": "The layer sets to which nothing cheaper has as high a matchness (Pareto front).",
-    "Interval": "Where the ratio lies: at 99.5 % for served requests, at 95 % for jobs and comparisons.",
-    "Layer set": "Which sub-layers (attention, MLP) a draft leaves out, and the format of the weights of the others.",
-    "Matchness": "Share of tokens at which a draft guesses what the model itself would have written.",
-    "Pair of timings": "Plain and drafted rounds of the same request, which the ratio compares.",
+    "Adopted": "The search started to use this layer set, in place of the previous one.",
+    "Cost c": "Seconds of a draft pass / seconds of a plain pass of the model.",
+    "Draft": "Tokens that are predicted cheaply and then verified by the model in one pass; the output stays the same.",
+    "Front": "The layer sets for which no cheaper set has as high a matchness (Pareto front).",
+    "Interval": "Confidence interval of the ratio: 99.5 % for served requests, 95 % for jobs and comparisons.",
+    "Layer set": "The sub-layers (attention, MLP) that a draft skips, and the weight format of the others.",
+    "Matchness": "Share of tokens that a draft predicts as the model itself would have written them.",
+    "Pair of timings": "Plain and drafted rounds of the same request; the ratio compares them.",
     "Plan": "How to decode a task: a method, and the layer set, heads or probe that it needs.",
     "Plain decoding": "The model writes one token per pass, without drafts.",
     "Ratio to plain": "Tokens per second with drafts / without, on the same text: above 1 drafts pay.",
-    "Round": "One draft and the pass of the model that checks it; without a draft, the pass alone.",
-    "Score": "What a search maximises: the speed that a layer set promises by measured costs, plain decoding = 1.",
-    "Skip ratio r": "Share of the sub-layers that a draft leaves out.",
+    "Round": "One draft and the pass of the model that verifies it; without a draft, only the pass.",
+    "Score": "The quantity that a search maximises: expected speed by measured costs, plain decoding = 1.",
+    "Skip ratio r": "Share of the sub-layers that a draft skips.",
     "Task": "A kind of text, such as code or summaries, with its own drafts and verdict.",
-    "Time saved": "What plain decoding would have taken longer, by the ratio; below 0 where drafts are slower.",
+    "Time saved": "Extra time that plain decoding would have taken, by the ratio; negative if drafts are slower.",
     "Tokens per pass M": "Tokens / passes of the model after the prompt.",
-    "Tokens per second of decoding": "Tokens / seconds of rounds of a request, without its prompt, search and waits.",
-    "Trial": "A layer set that a search has scored once.",
+    "Tokens per second of decoding": "Tokens / seconds of a request's rounds, without prompt, search and waits.",
+    "Trial": "One scoring of a layer set by a search.",
     "Verdict": "Whether drafts are used: only if the whole interval of the ratio is above 1.",
-    "Version": "A stored plan of a task: lookups find the one that is called best.",
+    "Version": "A stored plan of a task; lookups return the best one.",
 }
-# Label of a heading or a figure -> its term, where that is not the label itself.
+# Label of a heading or a figure -> its term, if that differs from the label.
 LABELS: Mapping[str, str] = {
     **dict.fromkeys(("α", "Acceptance α", "α, acceptance rate", "Drafts accepted"), "Acceptance rate α"),
     "Drafts accepted, last minute": "Acceptance rate α",
@@ -58,12 +58,12 @@ router = pages()
 
 
 def slug(term: str) -> str:
-    """Return the place of a term on its page."""
+    """Return the anchor of a term on its page."""
     return re.sub(r"[^a-z]+", "-", term.lower()).strip("-")
 
 
 def explained(label: object) -> Markup:
-    """Return a label, as a link with the sentence of its term where it has one."""
+    """Return a label, as a link with its term's sentence if it has a term."""
     term = LABELS.get(str(label), str(label))
     if term not in TERMS:
         return escape(label)

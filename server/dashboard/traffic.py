@@ -17,7 +17,7 @@ from . import LIVE_S, pages, shown_page
 
 SPANS = {"10 minutes": 600, "1 hour": 3600, "6 hours": 21_600}
 POINTS = 60  # Points of a chart.
-LEAST_POINTS = 12  # Least points of a chart whose empty beginning is left out.
+LEAST_POINTS = 12  # Minimum points of a chart whose empty start is cut off.
 POSITIONS = 8  # Draft positions whose acceptance rate is shown.
 
 router = pages()
@@ -26,9 +26,9 @@ router = pages()
 def periods_with_data(
     history: History, span_s: int, n: int, model: str | None = None, task: str | None = None
 ) -> list[Period]:
-    """Return the last span in which requests ended, in `n` periods; what is empty before the first of them is left out.
+    """Return the last span in which requests ended, in `n` periods, without empty ones at its start.
 
-    It ends now if a request ended within the span, else with the last one that did. At least LEAST_POINTS are left.
+    It ends now if a request ended within the span, and otherwise at the last request. At least LEAST_POINTS remain.
     """
     periods = history.last(span_s, n, model, task)
     if not any(period.requests for period in periods) and (last_at := history.last_at(model, task)) is not None:
@@ -93,7 +93,7 @@ async def traffic(
     model: Named = None,
     task: Named = None,
 ) -> dict[str, Any]:
-    """Return the traffic of the last minutes or hours, of one model and task or of all."""
+    """Return the traffic of the last minutes or hours, optionally of one model and task."""
     span = span if span in SPANS else "1 hour"
     history = app.engines.metrics.history
     periods = periods_with_data(history, SPANS[span], POINTS, model, task)

@@ -1,4 +1,4 @@
-"""What drafts of the layer sets that a search tried cost, by measured costs of the model's parts."""
+"""Costs of drafts with the layer sets of a search, from measured costs of the model's parts."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class TriedSet(NamedTuple):
 
 
 def tried_sets(trials: Sequence[Tried], costs: CostProfile) -> list[TriedSet]:
-    """Return the sets that were tried and whose costs are known, cheapest first."""
+    """Return the tried sets whose costs are known, cheapest first."""
     # Set -> [first trial, number of trials, sum of matchness, sum of scores].
     sums_by_set: dict[tuple[str, str, tuple[str, str]], list[Any]] = {}
     for trial in trials:
@@ -52,7 +52,7 @@ def tried_sets(trials: Sequence[Tried], costs: CostProfile) -> list[TriedSet]:
 
 
 def cost_of(costs: CostProfile, full_set: LayerSet) -> Callable[[str, str], float]:
-    """Return a function from skipped layers, JSON lists, to c; forms are those of `full_set`, which skips nothing.
+    """Return a function from skipped layers (JSON lists) to c; formats are those of `full_set`, which skips nothing.
 
     It is 20 times as fast as `CostProfile.draft_cost` per set. Results are rounded, so that equal costs compare equal.
     """
@@ -95,7 +95,7 @@ def cost_chart(tried_sets: Sequence[TriedSet], front: Sequence[TriedSet], query:
 
 
 def costs_of(store: Store, job: Job) -> CostProfile | None:
-    """Return the measured costs of a job's model: of the device that it ran on where that is known, else the newest."""
+    """Return the measured costs of a job's model, on the device of the job if known, or else the newest."""
     stored_set = job.layer_sets[0] if job.layer_sets else None
     fingerprint = stored_set.fingerprint if stored_set is not None else None
     if fingerprint is None:
@@ -128,7 +128,7 @@ def parts_of(costs: CostProfile) -> list[dict[str, Any]]:
 
 
 def cost_values(trials: Sequence[Tried], costs: CostProfile | None, query: TrialQuery) -> dict[str, Any]:
-    """Return the values of the part on costs; None: none are stored."""
+    """Return the template values of the section on costs; `costs` None: none are stored."""
     points = [] if costs is None else tried_sets(trials, costs)
     front = front_of(points)
     return {

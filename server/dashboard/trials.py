@@ -1,4 +1,4 @@
-"""What pages show of a search's trials: charts whose dots lead to a trial, sub-layers that matter, a sorted table."""
+"""Views of a search's trials: charts whose dots link to a trial, importance of sub-layers, a sorted table."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from ...core.types import origin_words
 from ...store.results import Tried
 from .drawing import DIAMOND, DOT, Plot, Point, bar_map, layer_map, map_words, spans
 
-MOST_DOTS = 400  # Trials above which a chart shows a band instead of dots.
-MOST_ADOPTED = 80  # Adopted trials that a chart marks, the newest.
-N_GROUPS = 160  # Most groups of trials in a band.
+MOST_DOTS = 400  # Number of trials above which a chart shows a band instead of dots.
+MOST_ADOPTED = 80  # Maximum number of adopted trials marked in a chart, the newest ones.
+N_GROUPS = 160  # Maximum number of groups of trials in a band.
 PER_PAGE = 20  # Rows of the table of trials.
 
 Order = Literal["score", "matchness", "newest", "oldest"]
 SCORE_OF, MATCHNESS_OF, STEP_OF = map(attrgetter, ("score", "matchness", "step"))
-# What makes one trial better than another. Where drafts do not pay, all have the same score.
+# Ranking of trials. If drafts do not pay, all have the same score, so matchness decides.
 RANK_OF = attrgetter("score", "matchness")
 ORDERS: dict[Order, tuple[Callable[[Tried], Any], bool]] = {  # What each order sorts by, and whether descending.
     "score": (RANK_OF, True),
@@ -40,7 +40,7 @@ ORDERS: dict[Order, tuple[Callable[[Tried], Any], bool]] = {  # What each order 
 
 @dataclass(frozen=True, slots=True)
 class TrialQuery:
-    """Which trials a page lists, in which order, and which of them it shows whole."""
+    """Filter and order of the listed trials, and the trial shown in detail."""
 
     task: str | None = None
     sort: Order = "score"
@@ -50,7 +50,7 @@ class TrialQuery:
     trial: int | None = None
 
     def address(self, **changes: object) -> str:
-        """Return the query of an address, with changes; what has its default is left out."""
+        """Return the query string, with changes and without default values."""
         defaults = TrialQuery()
         values = {name: changes.get(name, getattr(self, name)) for name in self.__slots__}
         return urlencode(
@@ -85,7 +85,7 @@ def trial_chart(
 ) -> Markup:
     """Draw a figure over the trials' numbers, with the best value so far and the adopted sets.
 
-    Args: top: as of `Plot`. query: of the page whose dots lead to their trials; None: they lead nowhere.
+    Args: top: as in `Plot`. query: query of the page to which dots link; None: no links.
     """
     points = list(zip(map(float, map(STEP_OF, trials)), map(value_of, trials), strict=True))
     best: list[Point] = []
@@ -122,7 +122,7 @@ def mark(
     mark_path: str,
     query: TrialQuery | None,
 ) -> None:
-    """Mark each trial at its point; with a query the marks lead to their trials, unless there are very many."""
+    """Mark each trial at its point; with a query the marks link to their trials, unless there are very many."""
     if query is None or len(trials) > MOST_DOTS:
         plot.marks(name, points, mark_path)
         return
@@ -134,7 +134,7 @@ def mark(
 
 
 def skip_shares(trials: Sequence[Tried]) -> dict[Kind, list[float]]:
-    """Return per sub-layer the share of trials that skipped it."""
+    """Return for each sub-layer the share of trials that skipped it."""
     shares: dict[Kind, list[float]] = {}
     texts_by_kind: dict[Kind, Counter[str]] = {
         "attn": Counter(trial.skip_attn for trial in trials),
@@ -151,26 +151,26 @@ def skip_shares(trials: Sequence[Tried]) -> dict[Kind, list[float]]:
 
 @lru_cache(maxsize=1 << 16)
 def layers_of(text: str, n_layers: int) -> tuple[int, ...]:
-    """Return the layers of a JSON list; ignore invalid ones, of trials that were edited by hand.
+    """Return the layers of a JSON list; ignore invalid ones, from trials that were edited by hand.
 
-    Cached: to parse the lists of 10,000 trials takes longer than all else of their page.
+    Cached, because parsing the lists of 10,000 trials takes longer than the rest of the page.
     """
     return tuple(layer for layer in json.loads(text) if type(layer) is int and 0 <= layer < n_layers)
 
 
 def importance(trials: Sequence[Tried]) -> dict[Kind, list[float | None]]:
-    """Return per sub-layer what leaving it out costs in matchness; None: it was always, or never, left out.
+    """Return for each sub-layer the loss of matchness from skipping it; None: it was always, or never, skipped.
 
-    It is the mean matchness of trials that keep it - that of trials that do not, among trials that leave out as many
-    sub-layers: sets that leave out more have lower matchness whichever these are. The differences are weighted by
-    n·m / (n + m), as a regression with a constant per number does.
+    It is the mean matchness of trials that keep it - that of trials that skip it, among trials that skip the same
+    number of sub-layers, because larger sets have lower matchness anyway. The differences are weighted by
+    n·m / (n + m), as in a regression with a constant per number.
     """
     n_layers = trials[0].n_layers
     sums_by_set: dict[tuple[str, str], tuple[int, float]] = {}  # Layers left out -> trials, sum of their matchness.
     for trial in trials:
         n, matchness = sums_by_set.get(key := (trial.skip_attn, trial.skip_mlp), (0, 0.0))
         sums_by_set[key] = n + 1, matchness + trial.matchness
-    # Per number of sub-layers left out: trials and the sum of their matchness, and the same of those without a layer.
+    # Per number of skipped sub-layers: trials and the sum of their matchness, and the same for those without a layer.
     totals: dict[int, list[float]] = {}
     without: dict[int, dict[Kind, list[list[float]]]] = {}
     for (attn, mlp), (n, matchness) in sums_by_set.items():
@@ -192,7 +192,7 @@ def importance(trials: Sequence[Tried]) -> dict[Kind, list[float | None]]:
 
 
 def _cost_of_leaving_out(groups: Iterable[tuple[Sequence[float], Sequence[float]]]) -> float | None:
-    """Return the weighted mean of differences; a group has trials and matchness of all, and of those without it."""
+    """Return the weighted mean of differences; a group has the sums of all trials, and of those without the layer."""
     weights = differences = 0.0
     for (n, matchness), (n_without, matchness_without) in groups:
         n_with = n - n_without
@@ -204,7 +204,7 @@ def _cost_of_leaving_out(groups: Iterable[tuple[Sequence[float], Sequence[float]
 
 
 def skipped_words(trial: Tried) -> tuple[str, str]:
-    """Return the layers whose attention and whose MLP a trial left out, in words."""
+    """Return the layers whose attention, and those whose MLP, a trial skipped, in words."""
     layer_set = trial.layer_set
     return spans(layer_set.skip_attn) or "none", spans(layer_set.skip_mlp) or "none"
 
@@ -223,7 +223,7 @@ def figures_of(trials: Sequence[Tried], label: str) -> list[tuple[str, str]]:
 
 
 def trial_values(trials: Sequence[Tried], label: str, query: TrialQuery, whole: LayerSet) -> dict[str, Any]:
-    """Return the values of the trials' charts and table; `label` names their score, `whole` is the model."""
+    """Return the template values of the trials' charts and table; `label` names their score, `whole` is the model."""
     best_tenth = heapq.nlargest(-(-len(trials) // 10), trials, key=RANK_OF)
     shares, weights = skip_shares(best_tenth), importance(trials)
     chosen = [trial for trial in trials if query.origin in ("", trial.origin) and (trial.adopted or not query.adopted)]
@@ -255,17 +255,17 @@ def trial_values(trials: Sequence[Tried], label: str, query: TrialQuery, whole: 
 
 
 def importance_map(whole: LayerSet, weights: dict[Kind, list[float | None]]) -> Markup:
-    """Draw what leaving out each sub-layer costs, the dearest as a full bar."""
+    """Draw the cost of leaving out each sub-layer, the most expensive as a full bar."""
     dearest = max((value for values in weights.values() for value in values if value is not None), default=0.0)
     bars = {
         kind: [max(0.0, value or 0.0) / dearest if dearest > 0 else 0.0 for value in values]
         for kind, values in weights.items()
     }
-    return bar_map(whole, bars, "What leaving out each sub-layer costs", "half the dearest or more", 0.5)
+    return bar_map(whole, bars, "What leaving out each sub-layer costs", "half of the most expensive or more", 0.5)
 
 
 def shown_trial(trials: Sequence[Tried], step: int | None, whole: LayerSet) -> dict[str, Any]:
-    """Return the values of the trial that is shown whole, and its neighbours; None: none is."""
+    """Return the template values of the trial shown in detail, with its neighbours; `step` None: no trial."""
     at = next((i for i, trial in enumerate(trials) if trial.step == step), None) if step is not None else None
     if at is None:
         return {"trial": None, "missing": step}

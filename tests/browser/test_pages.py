@@ -358,7 +358,7 @@ def test_served_task_is_pinned_and_judged_again(browser: Browser, server: Served
         tab.page.goto("/plans/task?model=tiny&task=pinned")
         tab.page.get_by_role("button", name="Pin plain decoding").click()
         expect(tab.page.locator("main")).to_contain_text("In use: plain (pinned)")
-        tab.page.get_by_role("button", name="Let it be judged").click()
+        tab.page.get_by_role("button", name="Unpin").click()
         expect(tab.page.locator("main")).not_to_contain_text("(pinned)")
 
 

@@ -80,7 +80,7 @@ CASES = {
     "graphs on a CPU": Case("speed graphs is for cuda", request={"speed": "graphs", "device": "cpu"}),
     "float16 by our kernels": Case("no float16", request={"speed": "exact", "device": "cpu", "dtype": "float16"}),
     "fp8 by our kernels": Case(
-        "do not read fp8", request={"speed": "exact", "device": "cpu"}, settings={"draft_format": "fp8"}
+        "do not support fp8", request={"speed": "exact", "device": "cpu"}, settings={"draft_format": "fp8"}
     ),
 }
 

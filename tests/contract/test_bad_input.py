@@ -103,15 +103,15 @@ SLIPS: list[tuple[list[str], int, str]] = [
     ([*GENERATE, "--model", "broken"], 3, "config.json is no model's config"),
     ([*GENERATE, "--model", "gpt2", "--dtype", "fp8"], 2, "dtype 'fp8' is unknown: use one of auto"),
     ([*GENERATE, "--model", "gpt2", "--device", "cdua"], 2, "device 'cdua' is unknown: use one of auto"),
-    ([*GENERATE, "--model", "gpt2", "--task", "a/b"], 2, "'a/b' is no name: use a word without '/'"),
+    ([*GENERATE, "--model", "gpt2", "--task", "a/b"], 2, "'a/b' is not a valid name: use a word without '/'"),
     ([*GENERATE, "--model", "gpt2", "--layer-set", "range.json"], 2, "range.json: layer set skips layers [30]"),
     ([*GENERATE, "--model", "gpt2", "--layer-set", "list.json"], 2, "expected one JSON object"),
-    (["generate", "--model", "gpt2", "--prompt", "a\udcff"], 2, "--prompt: the text holds half of a surrogate"),
+    (["generate", "--model", "gpt2", "--prompt", "a\udcff"], 2, "--prompt: the text contains a lone surrogate"),
     ([*TUNE, "empty.jsonl"], 2, "empty.jsonl holds no prompt: write"),
     ([*TUNE, "line17.jsonl"], 2, "line17.jsonl line 17 is not valid JSON (Invalid control character, column 15)"),
     ([*TUNE, "typing.jsonl"], 2, "did you mean 'prompt' by 'promt'?"),
     ([*TUNE, "field.jsonl"], 2, "field.jsonl line 1 has none of the fields prompt, messages, question, turns"),
-    ([*TUNE, "half.jsonl"], 2, "half.jsonl line 1: id: the text holds half of a surrogate pair"),
+    ([*TUNE, "half.jsonl"], 2, "half.jsonl line 1: id: the text contains a lone surrogate"),
     ([*TUNE, "binary.jsonl"], 2, "binary.jsonl line 1 is not UTF-8 text"),
     ([*TUNE, "missing.jsonl"], 3, "no stream missing.jsonl: check the path"),
     ([*TUNE, "god.jsonl"], 3, "did you mean good.jsonl?"),
@@ -120,8 +120,8 @@ SLIPS: list[tuple[list[str], int, str]] = [
     ([*TUNE, "good.jsonl", "--strategy", "swfit"], 2, "nearest: swift"),
     (["tune", "--model", "bert", "--stream", "good.jsonl"], 2, "'bert', which is not supported"),
     (["serve", "--memory-gb", "nan"], 2, "'nan' is not a finite number"),
-    ([*SERVE, "--model", "=gpt2"], 2, "--model =gpt2 lacks a name or a model: give NAME=MODEL"),
-    ([*SERVE, "--model", "a="], 2, "--model a= lacks a name or a model: give NAME=MODEL"),
+    ([*SERVE, "--model", "=gpt2"], 2, "--model =gpt2 lacks a name or a model: use NAME=MODEL"),
+    ([*SERVE, "--model", "a="], 2, "--model a= lacks a name or a model: use NAME=MODEL"),
     ([*SERVE, "--model", "a=bert"], 2, "'bert', which is not supported"),
     ([*SERVE, "--model", "x=y"], 2, "'bert', which is not supported"),
     ([*SERVE, "--model", "gpt2", "--keep-prompts", "bert"], 1, "cannot write prompts to bert: is a directory; choose"),
@@ -130,7 +130,7 @@ SLIPS: list[tuple[list[str], int, str]] = [
     (["layers", "show", "gpt2/t", "--version", "9" * 20], 2, "99999999999999999999 is too large"),
     ([*GENERATE, "--model", "gpt2", "--concurrency", "1e3"], 2, "'1e3' is not a valid integer (see"),
     ([*GENERATE, "--model", "gpt2", "--stop", ""], 2, "'--stop': a stop string is empty"),
-    ([*GENERATE, "--model", "gpt2", "--task", ""], 2, "the task '' is no name"),
+    ([*GENERATE, "--model", "gpt2", "--task", ""], 2, "the task '' is not a valid name"),
     ([*GENERATE, "--model", "gpt2", "--method", "plain", "--draft-model", "smollm-135m"], 3, "nearest: smollm2-135m"),
     ([*GENERATE, "--model", "gpt2", "--db", "bert"], 1, "bert cannot be opened: check"),
     ([*GENERATE, "--model", "gpt2", "--out", "bert"], 1, "cannot write completions to bert: is a directory"),
@@ -145,15 +145,15 @@ SLIPS: list[tuple[list[str], int, str]] = [
     (["layers", "import", "range.json"], 2, "range.json: layer set skips layers [30]"),
     (["layers", "import", "letter.txt"], 2, "letter.txt is not JSON"),
     (["layers", "import", "binary.jsonl"], 2, "binary.jsonl is not UTF-8 text"),
-    (["layers", "import", "set.json", "--task", "a/b"], 2, "task 'a/b' is no name"),
-    (["layers", "import", "set.json", "--task", ""], 2, "task '' is no name"),
-    (["layers", "list", "--db", "letter.txt"], 1, "letter.txt is no database: choose another file with --db"),
+    (["layers", "import", "set.json", "--task", "a/b"], 2, "task 'a/b' is not a valid name"),
+    (["layers", "import", "set.json", "--task", ""], 2, "task '' is not a valid name"),
+    (["layers", "list", "--db", "letter.txt"], 1, "letter.txt is not a database: choose another file with --db"),
     (["layers", "list", "--db", "bert"], 1, "bert cannot be opened: check"),
     (["layers", "list", "--db", "letter.txt/x/a.db"], 1, "cannot be created"),
     (
         ["layers", "list", "--db", "postgresql://u:secret@h:port/x"],
         1,
-        "names no database that swiftopt can use",
+        "is not a database that swiftopt can use",
     ),
     (["layers", "list", "--db", "sqlite:///a.db?foo=bar"], 1, "has options that SQLite lacks (foo)"),
 ]
@@ -245,9 +245,9 @@ def test_options_of_generate_without_an_effect_are_told(capsys: pytest.CaptureFi
 @pytest.mark.parametrize(
     ("args", "why"),
     [
-        (["plain"], "--method plain, which takes none"),
-        (["prompt-lookup"], "--method prompt-lookup, which takes none"),
-        (["spd", "--draft-model", "gpt2"], "--draft-model, which drafts alone"),
+        (["plain"], "--method plain, which uses none"),
+        (["prompt-lookup"], "--method prompt-lookup, which uses none"),
+        (["spd", "--draft-model", "gpt2"], "--draft-model, which drafts without it"),
     ],
 )
 def test_layer_set_that_nothing_drafts_with_is_told(
@@ -313,7 +313,7 @@ def test_full_disk_under_stdout_is_one_sentence(args: list[str]) -> None:
     with open("/dev/full", "w") as full:
         done = script(*args, stdout=full)
     assert done.returncode == 1
-    assert done.stderr == "error: cannot write the result: no space left on device; send stdout somewhere else\n"
+    assert done.stderr == "error: cannot write the result: no space left on device; redirect stdout elsewhere\n"
 
 
 def test_full_disk_under_stderr_changes_no_exit_code() -> None:
@@ -334,7 +334,7 @@ def test_piped_prompt_that_is_no_text_is_one_sentence() -> None:
     process = subprocess.Popen([SCRIPT, "generate", "--model", "gpt2"], stdin=subprocess.PIPE, stderr=subprocess.PIPE)
     _, err = process.communicate(b"\xff\xfe", timeout=60)
     assert process.returncode == 2
-    assert err == b"error: standard input is not UTF-8 text: pipe text in, or give --stream FILE\n"
+    assert err == b"error: standard input is not UTF-8 text: pipe in text, or use --stream FILE\n"
 
 
 def test_lines_before_a_full_disk_stay_whole(home: Path) -> None:
@@ -357,7 +357,7 @@ except OutputError as error:
     assert done.stderr == "cannot write to out.jsonl: file too large; free some space and run again\n"
     done = subprocess.run([sys.executable, "-c", program, "9"], capture_output=True, text=True, timeout=60)
     assert done.returncode == 1
-    assert "cannot write to out.jsonl" in done.stderr and "the 3 completions before this one are there" in done.stderr
+    assert "cannot write to out.jsonl" in done.stderr and "the 3 completions before this one are saved" in done.stderr
     assert (home / "out.jsonl").read_text() == ("x" * 299 + "\n") * 3
 
 

@@ -83,7 +83,7 @@ def test_worker_without_its_device_takes_no_job(
             6,
             "no/where cannot be used (no such file or directory): start",
         ),
-        ("SWIFTOPT_REDIS_URL", "http://127.0.0.1:1", 2, "http://127.0.0.1:1 names no Redis server"),
+        ("SWIFTOPT_REDIS_URL", "http://127.0.0.1:1", 2, "http://127.0.0.1:1 is not a Redis URL"),
         ("SWIFTOPT_DATABASE_URL", "/proc/none/home.db", 1, "the folder /proc/none of the database"),
     ],
 )
@@ -123,7 +123,7 @@ def test_worker_with_the_name_of_one_elsewhere_says_so(redis_url: str) -> None:
     queue = register(redis_url, 1, hostname="elsewhere")
     done = subprocess.run(worker("--name", "w1"), capture_output=True, text=True, timeout=60)
     queue.close()
-    assert done.returncode == 0 and "note: a worker named w1 lives on elsewhere" in done.stderr
+    assert done.returncode == 0 and "note: a worker named w1 is registered on elsewhere" in done.stderr
 
 
 def worker(*options: str) -> list[str]:
@@ -176,7 +176,7 @@ def test_variable_that_is_nearly_one_of_ours_is_told(
 ) -> None:
     monkeypatch.setenv("SWIFTOPT_REDISURL", "redis://127.0.0.1:1")
     assert run(["jobs", "list"]) == 0
-    assert "SWIFTOPT_REDISURL is not read: did you mean SWIFTOPT_REDIS_URL?" in capsys.readouterr().err
+    assert "SWIFTOPT_REDISURL is unknown and ignored: did you mean SWIFTOPT_REDIS_URL?" in capsys.readouterr().err
 
 
 def test_variables_of_ours_and_of_others_are_not_misspelt() -> None:

@@ -145,7 +145,7 @@ def test_every_turn_is_sent_with_those_before_it(
     ]
     out, err = capsys.readouterr()
     assert out == "one\ntwo\nthree\nfour\n"
-    assert "/system TEXT" in err and "no command /nothing" in err
+    assert "/system TEXT" in err and "unknown command /nothing" in err
     assert len(set(server.sessions)) == 1 and server.sessions[0]
 
 
@@ -199,7 +199,7 @@ def test_server_without_usage_gets_a_dash(capsys: pytest.CaptureFixture[str]) ->
     listed = Route("/v1/models", lambda request: JSONResponse({"data": []}))
     with serving(Starlette(routes=[listed, Route("/v1/chat/completions", bare, methods=["POST"])])) as url:
         assert run(["chat", "--server", url, "--message", "a", "--model", "m"]) == 0
-    assert capsys.readouterr() == (".\n", "[– tok/s, cut off: raise --max-new-tokens]\n")
+    assert capsys.readouterr() == (".\n", "[– tok/s, truncated: raise --max-new-tokens]\n")
 
 
 def test_busy_server_is_asked_again() -> None:
@@ -218,10 +218,10 @@ def test_busy_server_is_asked_again() -> None:
     [
         (refused(404, "no model 'tiny': nearest is 'tinny'"), 3, "", "nearest is 'tinny'"),
         (refused(400, "the prompt has 9 tokens, the context 8"), 2, "", "9 tokens"),
-        (refused(401, "x"), 6, "", "wants an API key: set SWIFTOPT_API_KEY"),
-        (Response("<h1>hello</h1>", 404), 6, "", "is no swiftopt server"),
-        (JSONResponse({"choices": []}), 6, "", "sends no events"),
-        (["Be", CUT], 6, "Be\n", "broke off"),
+        (refused(401, "x"), 6, "", "needs an API key: set SWIFTOPT_API_KEY"),
+        (Response("<h1>hello</h1>", 404), 6, "", "is not a swiftopt server"),
+        (JSONResponse({"choices": []}), 6, "", "does not send events"),
+        (["Be", CUT], 6, "Be\n", "was interrupted"),
         (["Be", {"error": {"message": "the engine died", "code": 503}}], 1, "Be\n", "the engine died"),
         ([{"choices": 3}], 1, "", "cannot be read"),
     ],
@@ -244,7 +244,7 @@ def test_failure_is_one_sentence(
         ({"data": [{"id": "a"}, {"id": "b"}]}, [], 2, "choose one with --model (a, b)"),
         ({"data": [{"name": "a"}]}, [], 1, "cannot be read"),
         ({"data": []}, ["--device", "cpu"], 2, "--device is for a model that is loaded here"),
-        ({"data": []}, ["--db", "x.db"], 2, "leave out --db, or --server"),
+        ({"data": []}, ["--db", "x.db"], 2, "remove --db, or --server"),
     ],
     ids=["no-engine", "several", "form", "device", "db"],
 )
@@ -263,10 +263,10 @@ def test_chat_does_not_begin_where_it_cannot(
         (
             ["--server", "http://127.0.0.1:9", "--message", " "],
             2,
-            "--message: the text is empty: write one, or leave --message out",
+            "--message: the text is empty: write one, or remove --message",
         ),
-        (["--server", "http://127.0.0.1:9", "--task", "a/b", "--message", "x"], 2, "'a/b' is no name"),
-        (["--server", "nowhere", "--message", "x"], 2, "is no URL"),
+        (["--server", "http://127.0.0.1:9", "--task", "a/b", "--message", "x"], 2, "'a/b' is not a valid name"),
+        (["--server", "nowhere", "--message", "x"], 2, "is not a URL"),
         (["--model", "smollm-135m", "--message", "x"], 3, "nearest: smollm2-135m"),
         (["--model", "gpt2", "--message", "x", "--method", "swfit"], 2, "swift"),
     ],

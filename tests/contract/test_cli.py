@@ -292,7 +292,7 @@ def test_interrupt_ends_with_130_and_one_sentence(home: Path) -> None:
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=60)
     assert process.returncode == 130
-    assert (out, err.strip()) == ("", "interrupted: what was finished until now is kept")
+    assert (out, err.strip()) == ("", "interrupted: finished work is kept")
 
 
 def test_interrupt_while_libraries_are_imported_is_no_traceback() -> None:
@@ -377,7 +377,7 @@ def test_types_tell_what_runs_them_and_with_which_weights_tests_decode(capsys: p
     assert run(["models", "--types"]) == 0
     out = capsys.readouterr().out
     assert {line.split()[0] for line in out.splitlines() if line.strip()} >= {row.type for row in model_types()}
-    assert out.splitlines()[-2].startswith("run by: our kernels on a CPU") and "\nproof: tests decode with" in out
+    assert out.splitlines()[-2].startswith("run by: on a CPU our kernels") and "\nproof: tests decode with" in out
 
 
 def test_best_and_export_print_exactly_the_record(stored: LayerSetRecord, capsys: pytest.CaptureFixture[str]) -> None:
@@ -427,15 +427,19 @@ def test_doctor_reports_and_its_code_follows_the_checks(
 @pytest.mark.parametrize(
     ("seconds", "status", "words"),
     [
-        ((0.002, 0.0005), "ok", "auto is CUDA graphs, 0.50 ms a pass of 4 small layers in graphs, 2.00 without"),
-        ((0.002, 0.003), "ok", "auto is eager, 3.00 ms a pass of 4 small layers in graphs, 2.00 without"),
+        (
+            (0.002, 0.0005),
+            "ok",
+            "auto selects CUDA graphs, 0.50 ms per pass of 4 small layers with graphs, 2.00 without",
+        ),
+        ((0.002, 0.003), "ok", "auto selects eager, 3.00 ms per pass of 4 small layers with graphs, 2.00 without"),
         (
             RuntimeError("stream is capturing\nCUDA"),
             "warn",
-            "auto is eager, CUDA graphs cannot be used: stream is capturing",
+            "auto selects eager, because CUDA graphs cannot be used: stream is capturing",
         ),
-        (torch.OutOfMemoryError("CUDA out of memory"), "warn", "cuda:1 has not the memory for a small model"),
-        (None, "warn", "auto is eager, and exact is not possible: no Triton"),
+        (torch.OutOfMemoryError("CUDA out of memory"), "warn", "cuda:1 has too little memory for a small model"),
+        (None, "warn", "auto selects eager, and exact is not possible: no Triton"),
     ],
 )
 def test_doctor_measures_what_auto_selects_on_a_gpu(
@@ -549,7 +553,7 @@ def test_remark_on_a_plain_verdict_names_the_method_that_the_set_is_for(
 
     info = GenerateInfo("plain", some_record(settings={"method": method}), 1, "plain")
     note_remarks(Completion((5,), "a", "length", "plain"), info, set())
-    assert capsys.readouterr().err.endswith(f"as the stored verdict says; --method {method} drafts all the same\n")
+    assert capsys.readouterr().err.endswith(f"as the stored verdict says; --method {method} drafts anyway\n")
 
 
 # --- layer sets in and out
@@ -673,7 +677,7 @@ def test_configured_value_reaches_the_options_of_every_command(
         ("modle = 'x'", {}, "swiftopt.toml has the unknown key 'modle': did you mean 'model'?"),
         ("zzz = 1", {}, "swiftopt.toml has the unknown key 'zzz': known are "),
         ("seed = 'x'", {}, "seed in swiftopt.toml is 'x'"),
-        ("seed = ", {}, "swiftopt.toml is no valid TOML"),
+        ("seed = ", {}, "swiftopt.toml is not valid TOML"),
         ("", {"SWIFTOPT_SEED": "x"}, "SWIFTOPT_SEED is 'x'"),
     ],
 )
@@ -751,8 +755,8 @@ def warnings_of(line: str, home: Path, capsys: pytest.CaptureFixture[str]) -> li
 @pytest.mark.parametrize(
     ("line", "says"),
     [
-        ("--skip-ratio 0.3", "--skip-ratio does not set the size with --strategy knapsack"),
-        ("--strategy local --skip-ratio 0.3", "--skip-ratio does not set the size with --strategy local"),
+        ("--skip-ratio 0.3", "--skip-ratio has no effect with --strategy knapsack"),
+        ("--strategy local --skip-ratio 0.3", "--skip-ratio has no effect with --strategy local"),
         ("--stop-threshold 0.5", "--stop-threshold has no effect with --method adaptive"),
         ("--max-draft-length 9", "--max-draft-length has no effect with --method adaptive"),
         ("--no-early-stop", "--no-early-stop has no effect with --method adaptive"),
@@ -835,10 +839,10 @@ def test_task_beside_lines_that_name_others_says_what_it_does(
 
 
 def test_task_of_tune_says_how_many_lines_are_left_for_it(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    kept = "note: 2 of 3 lines name another task (code, summary): they keep it, and --task notes is for the other 1"
+    kept = "note: 2 of 3 lines name another task (code, summary): they keep it, and --task notes applies to the other 1"
     assert told(("tune",), ["code", None, "summary"], capsys) == [kept]
     all_named = told(("tune",), ["a", "b", "c", "d", "a"], capsys)
-    words = "they keep it, and --task notes is for lines without one, which there are none of"
+    words = "they keep it, and --task notes applies to lines without a task, of which there are none"
     assert all_named == [f"note: 5 of 5 lines name another task (a, b, c, …): {words}"]
 
 
@@ -846,7 +850,7 @@ def test_task_of_tune_says_how_many_lines_are_left_for_it(home: Path, capsys: py
 def test_task_of_a_presets_tuning_is_what_its_result_is_stored_under(
     home: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert "--task notes is what the result is stored under" in told(("tune",), ["a"], capsys, "--preset", "mtad")[0]
+    assert "the result is stored under --task notes" in told(("tune",), ["a"], capsys, "--preset", "mtad")[0]
 
 
 @pytest.mark.wing("bench", "papers")

@@ -160,10 +160,10 @@ def test_running_job_is_told_to_pause_at_its_next_step(
         (["stop", "ID"], 7, "cancel it instead"),
         (["show", "nothing"], 3, "no job 'nothing'"),
         (["watch", "nothing"], 3, "no job 'nothing'"),
-        (["outputs", "ID", "--json"], 2, "name a file with --out"),
+        (["outputs", "ID", "--json"], 2, "use --out FILE"),
         (["list", "--state", "gone"], 2, "'gone' is not one of"),
-        (["list", "--server", "http://127.0.0.1:9", "--db", "x.db"], 2, "leave out --db"),
-        (["list", "--server", "nowhere"], 2, "is no URL"),
+        (["list", "--server", "http://127.0.0.1:9", "--db", "x.db"], 2, "remove --db"),
+        (["list", "--server", "nowhere"], 2, "is not a URL"),
     ],
 )
 def test_slip_gets_its_code_and_one_sentence(
@@ -272,7 +272,7 @@ def test_ended_job_shows_its_summary_at_once(store: Store, job: Job, capsys: pyt
 
 
 @pytest.mark.parametrize(
-    ("end", "code", "words"), [("failed", 4, "has failed: no memory"), ("cancelled", 5, "was cancelled")]
+    ("end", "code", "words"), [("failed", 4, "failed: no memory"), ("cancelled", 5, "was cancelled")]
 )
 def test_job_without_a_result_ends_with_its_code(
     end: str, code: int, words: str, store: Store, job: Job, capsys: pytest.CaptureFixture[str]
@@ -312,8 +312,8 @@ def test_state_is_said_in_words() -> None:
     said = [
         (StateChanged("queued", 1), "queued"),
         (
-            StateChanged("queued", 2, "worker w1 sent no heartbeat in time"),
-            "queued again: worker w1 sent no heartbeat in time",
+            StateChanged("queued", 2, "the heartbeat of worker w1 is overdue"),
+            "queued again: the heartbeat of worker w1 is overdue",
         ),
         (StateChanged("running", 1, "on w1"), "running on w1"),
         (StateChanged("running", 2, "on w2"), "running on w2 (attempt 2)"),
@@ -418,8 +418,8 @@ def test_submission_over_http_is_the_same_job(
         (["--detach"], 2, "--detach needs workers"),
         (["--detach", "--local", "--redis", "redis://127.0.0.1:9"], 2, "--detach needs workers"),
         (["--detach", "--redis", "redis://127.0.0.1:9", "--out", "x.jsonl"], 2, "--detach writes no file"),
-        (["--redis", "redis://127.0.0.1:9", "--queue", "a b"], 2, "is no queue"),
-        (["--redis", "http://127.0.0.1"], 2, "names no Redis"),
+        (["--redis", "redis://127.0.0.1:9", "--queue", "a b"], 2, "is not a queue name"),
+        (["--redis", "http://127.0.0.1"], 2, "is not a Redis URL"),
         (["--redis", "redis://127.0.0.1:9", "--model", "smolm2-135m"], 3, "smollm2-135m"),
         (["--redis", "redis://127.0.0.1:9", "--stream", "gone.jsonl"], 3, "no stream gone.jsonl"),
         (["--redis", "redis://127.0.0.1:9", "--out", "/dev/null/x"], 1, "cannot write completions"),

@@ -313,15 +313,15 @@ def test_another_server_is_told_from_ours(tmp_path: Path) -> None:
             await send({"type": "http.response.body", "body": b"<h1>hello</h1>"})
 
     with serving(stranger) as url, swiftopt.Client(url) as client:
-        with pytest.raises(ServiceUnreachable, match="no swiftopt server"):
+        with pytest.raises(ServiceUnreachable, match="not a swiftopt server"):
             client.latest()
-        with pytest.raises(ServiceUnreachable, match="no swiftopt server"):
+        with pytest.raises(ServiceUnreachable, match="not a swiftopt server"):
             client.models()
 
 
 @pytest.mark.parametrize("url", ["127.0.0.1:8000", "ftp://host", "http://", "http://ho st", "http://host:port"])
 def test_url_that_is_none_is_refused(url: str) -> None:
-    with pytest.raises(SettingsError, match="no URL"):
+    with pytest.raises(SettingsError, match="not a URL"):
         swiftopt.Client(url)
 
 
@@ -344,7 +344,7 @@ def test_key_is_sent_and_never_shown(store: Store) -> None:
             await send({"type": "http.response.body", "body": b""})
 
     with serving(door) as url:
-        for key, words in (("secret-key", "another API key"), (None, "wants an API key")):
+        for key, words in (("secret-key", "rejects the API key"), (None, "needs an API key")):
             with swiftopt.Client(url, key) as client, pytest.raises(ServiceUnreachable, match=words) as caught:
                 client.latest()
             assert "secret-key" not in str(caught.value) and url in str(caught.value)

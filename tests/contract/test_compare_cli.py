@@ -32,7 +32,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ([*COMPARE, "--methods", "swfit"], "(nearest: swift)"),
         ([*COMPARE, "--methods", "spd,mtjd", "--lossless"], "mtjd is lossy"),
         ([*COMPARE, "--methods", "hf-assisted"], "--draft-model"),
-        ([*COMPARE, "--methods", "hf-plain", "--temperature", "1"], "greedily only"),
+        ([*COMPARE, "--methods", "hf-plain", "--temperature", "1"], "only greedy decoding"),
         ([*COMPARE, "--set", "spd=5"], "METHOD.KEY=VALUE"),
         ([*COMPARE, "--methods", "spd", "--set", "mtad.top_k=5"], "add mtad to --methods"),
         ([*COMPARE, "--draft-model", "no-such-model-anywhere"], "no-such-model-anywhere"),
@@ -57,7 +57,7 @@ def test_draft_model_that_no_method_drafts_with_is_told(capsys: pytest.CaptureFi
     """Each ends at a database that cannot be opened, so that no model is loaded."""
     command = [*COMPARE, "--draft-model", "gpt2", "--db", ".", "--methods"]
     assert run([*command, "prompt-lookup,swift"]) == 1
-    assert "warning: --draft-model has no effect with these methods" in capsys.readouterr().err
+    assert "warning: --draft-model has no effect: none of these methods" in capsys.readouterr().err
     assert run([*command, "prompt-lookup,spd"]) == 1
     assert "warning" not in capsys.readouterr().err
 

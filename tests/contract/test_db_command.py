@@ -37,10 +37,10 @@ def test_empty_database_is_behind_until_it_is_upgraded(call: Any, empty_database
     assert call("current") == (0, "empty\n", "")
     code, out, told = call("check")
     assert (code, out) == (1, "") and told.endswith("is empty: create its tables with `swiftopt db upgrade`\n")
-    assert call("upgrade") == (0, f"{without_password(empty_database_url)} went from empty to {HEAD}\n", "")
+    assert call("upgrade") == (0, f"{without_password(empty_database_url)} was migrated from empty to {HEAD}\n", "")
     assert call("current") == (0, f"{HEAD}\n", "")
     assert call("check") == (0, f"{without_password(empty_database_url)} has the newest schema: {HEAD}\n", "")
-    assert call("upgrade") == (0, f"{without_password(empty_database_url)} has the newest schema already: {HEAD}\n", "")
+    assert call("upgrade") == (0, f"{without_password(empty_database_url)} already has the newest schema: {HEAD}\n", "")
     Store.open(empty_database_url).close()
 
 
@@ -48,7 +48,7 @@ def test_schema_that_a_step_leads_from_is_said_to_be_behind() -> None:
     behind = SchemaState("a.db", FIRST, head="9.9.0")
     assert not behind.ok and behind.refusal is None
     advice = "run `swiftopt db upgrade`"
-    assert schema_problem(behind) == f"the database a.db has the schema {FIRST}, this version wants 9.9.0: {advice}"
+    assert schema_problem(behind) == f"the database a.db has the schema {FIRST}, but this version needs 9.9.0: {advice}"
 
 
 @pytest.mark.parametrize(

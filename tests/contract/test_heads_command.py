@@ -108,7 +108,7 @@ def test_training_that_was_killed_goes_on_where_it_was(
         (["--stream", "empty.jsonl"], 2, "empty.jsonl holds no prompt"),
         (["--stream", "absent.jsonl"], 3, "there is no stream absent.jsonl"),
         (["--layers", "9"], 2, "layer 9 is out of range: the model has 4, use 1 to 3"),
-        (["--layers", "a,b"], 2, "layers 'a,b' are no numbers"),
+        (["--layers", "a,b"], 2, "layers 'a,b' is not a list of numbers"),
         (["--limit", "1"], 2, "training needs at least 2 prompts"),
         (["--max-new-tokens", "2", "--limit", "2"], 2, "raise --max-new-tokens"),
         (["--max-new-tokens", "1"], 2, "max_new_tokens 1 is out of range"),

@@ -40,12 +40,12 @@ def test_only_leases_that_ran_out_expire_and_only_once(jobs: Jobs) -> None:
     time.sleep(SHORT_S + 0.1)
     jobs.lease_s = 30.0
     jobs.renew(renewed)  # late, but nobody has taken the job
-    assert jobs.expire() == [(lost, "queued", "worker w2 sent no heartbeat in time")]
+    assert jobs.expire() == [(lost, "queued", "the heartbeat of worker w2 is overdue")]
     assert jobs.expire() == []
     job = jobs.get(lost.job)
     assert (job.state, job.attempt, job.worker) == ("queued", 2, None)
     told = jobs.events(lost.job)[-1].data
-    assert (told["state"], told["attempt"], told["detail"]) == ("queued", 2, "worker w2 sent no heartbeat in time")
+    assert (told["state"], told["attempt"], told["detail"]) == ("queued", 2, "the heartbeat of worker w2 is overdue")
     assert [jobs.get(lease.job).state for lease in (kept, renewed)] == ["running", "running"]
     assert {(c.name, c.label): c.value for c in jobs.counts()}["reconciled", "expired"] == 1
 
@@ -70,7 +70,7 @@ def test_job_waits_longer_after_each_fruitless_attempt_and_fails_with_the_third(
         lease = taken(jobs, Lease(lease.job, attempt + 1))
     assert jobs.attempt_failed(lease, "RuntimeError: no")
     job = jobs.get(lease.job)
-    assert (job.state, job.error) == ("failed", "RuntimeError: no (3 attempts in a row came no further)")
+    assert (job.state, job.error) == ("failed", "RuntimeError: no (3 attempts in a row made no progress)")
     assert job.finished_at is not None and jobs.events(job.id)[-1].data["detail"] == job.error
 
 
@@ -82,7 +82,7 @@ def test_lost_workers_count_like_failed_attempts(jobs: Jobs, engine: Engine) -> 
         taken(jobs, Lease(lease.job, attempt), f"w{attempt}")
     run_out(engine)
     assert [(lost.lease, lost.state) for lost in jobs.expire()] == [(Lease(lease.job, 3), "failed")]
-    assert jobs.get(lease.job).error == "worker w3 sent no heartbeat in time (3 attempts in a row came no further)"
+    assert jobs.get(lease.job).error == "the heartbeat of worker w3 is overdue (3 attempts in a row made no progress)"
 
 
 @pytest.mark.parametrize("ended", ["failed", "handed back", "lost"])
@@ -94,7 +94,7 @@ def test_attempt_with_a_checkpoint_begins_the_count_anew_however_it_ended(
         if attempt % 3 == 1:
             jobs.checkpoint(lease, attempt, [trials_done(attempt)], {})
             if ended == "handed back":
-                jobs.hand_back(lease, "its worker is ending")
+                jobs.hand_back(lease, "its worker is shutting down")
             elif ended == "lost":
                 run_out(engine)
                 jobs.expire()
@@ -109,7 +109,7 @@ def test_attempt_with_a_checkpoint_begins_the_count_anew_however_it_ended(
 def test_hand_backs_do_not_count_and_are_due_at_once(jobs: Jobs, engine: Engine) -> None:
     lease = running(jobs)
     for attempt in range(2, 7):
-        assert jobs.hand_back(lease, "its worker is ending")
+        assert jobs.hand_back(lease, "its worker is shutting down")
         assert [delivery.attempt for delivery in jobs.due()] == [attempt]
         lease = taken(jobs, Lease(lease.job, attempt))
     assert column(engine, "n_fruitless", lease.job) == 0

@@ -117,7 +117,7 @@ def test_hostile_request_is_refused_as_input(values: dict[str, object]) -> None:
 def test_job_whose_trials_were_changed_fails_when_it_is_claimed(jobs: Jobs, engine: Engine, values: str) -> None:
     lease = running(jobs)
     jobs.checkpoint(lease, 1, [trials_done(0)], {})
-    jobs.hand_back(lease, "its worker is ending")
+    jobs.hand_back(lease, "its worker is shutting down")
     edit(engine, "trials", values)
     assert jobs.claim(Lease(lease.job, 2), "w1") is None
     job = jobs.get(lease.job)

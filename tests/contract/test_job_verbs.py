@@ -41,7 +41,7 @@ def conditions(jobs: Jobs) -> dict[str, str]:
     }
 
 
-AGAIN, DONE, ENDED, NOTHING = "`retry` begins it again", "it is done", "it has ended already", "cancel it instead"
+AGAIN, DONE, ENDED, NOTHING = "`retry` restarts it", "it is done", "it has already ended", "cancel it instead"
 NOT_YET = "it has not ended yet"
 
 # What a job becomes: (state, what it is asked to do, whether it is a new attempt), or the end of the refusal.
@@ -98,7 +98,7 @@ MATRIX: dict[Verb, dict[str, Outcome]] = {
         "running": NOT_YET,
         "paused": NOT_YET,
         "paused+": NOT_YET,
-        "succeeded": "submit it again to tune anew",
+        "succeeded": "submit it again to repeat the tuning",
         "failed": ("queued", None, True),
         "cancelled": ("queued", None, True),
         "local": NOT_YET,
@@ -172,7 +172,7 @@ def test_retry_is_refused_while_an_equal_job_is_unfinished_and_names_it(jobs: Jo
     first, _ = jobs.submit(noop())
     jobs.act(first.id, "cancel")
     second, _ = jobs.submit(noop())
-    refused(jobs, engine, jobs.get(first.id), "retry", f"job {second.id} does the same already")
+    refused(jobs, engine, jobs.get(first.id), "retry", f"job {second.id} already does the same")
     jobs.act(second.id, "cancel")
     with ThreadPoolExecutor(2) as pool:
         tried = [pool.submit(jobs.act, job.id, "retry") for job in (first, second)]
@@ -189,7 +189,7 @@ def test_retried_local_run_is_a_job_like_the_submitted_ones(jobs: Jobs, engine: 
     assert (job.state, job.queue) == ("queued", "default")
     assert jobs.submit(spec) == (job, False)
     jobs.end(second, "cancelled")
-    refused(jobs, engine, jobs.get(second.job), "retry", f"job {first.job} does the same already")
+    refused(jobs, engine, jobs.get(second.job), "retry", f"job {first.job} already does the same")
 
 
 def test_retry_is_refused_when_the_prompts_were_not_stored(jobs: Jobs, engine: Engine) -> None:

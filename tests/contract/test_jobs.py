@@ -122,7 +122,7 @@ def test_idempotency_key_names_one_job_even_after_its_end(jobs: Jobs) -> None:
 
 def test_idempotency_key_is_refused_for_other_values(jobs: Jobs) -> None:
     job, _ = jobs.submit(noop(key="k"))
-    with pytest.raises(Conflict, match=f"key 'k' belongs to job {job.id} with other values: use a new key"):
+    with pytest.raises(Conflict, match=f"key 'k' belongs to job {job.id} with another request: use a new key"):
         jobs.submit(noop(1.0, key="k"))
     assert len(jobs.latest()) == 1
 
@@ -182,7 +182,7 @@ def test_claim_of_an_attempt_that_is_not_queued_gets_nothing(jobs: Jobs) -> None
 def test_claim_brings_what_earlier_attempts_left(jobs: Jobs) -> None:
     lease = running(jobs)
     jobs.checkpoint(lease, 1, [trials_done(1, 0), trials_done(0, task="u"), finished()], {"at": 1})
-    jobs.hand_back(lease, "its worker is ending")
+    jobs.hand_back(lease, "its worker is shutting down")
     claim = jobs.claim(Lease(lease.job, 2), "w2")
     assert claim is not None and (claim.n_checkpoints, claim.snapshot) == (1, {"at": 1})
     found = {task: tuple(trials) for task, trials in claim.trials.items()}
@@ -207,7 +207,7 @@ def test_due_lists_queued_attempts_by_the_time_that_they_are_due(jobs: Jobs, eng
         for job, due_at in zip(ids[1:], (20, 10, 1e12), strict=True):  # the last one in the distant future
             connection.exec_driver_sql(f"UPDATE swiftopt_jobs SET due_at = {due_at} WHERE id = '{job}'")
     assert jobs.due() == [Delivery(ids[2], 1, "default"), Delivery(ids[1], 1, "default")]
-    jobs.hand_back(claimed, "its worker is ending")
+    jobs.hand_back(claimed, "its worker is shutting down")
     assert jobs.due()[-1] == Delivery(ids[0], 2, "default")
 
 

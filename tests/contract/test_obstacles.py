@@ -25,7 +25,7 @@ from swiftopt.worker.engine_locks import as_request, engine_lock
 from swiftopt.worker.queue import JobService, RedisQueue
 
 PROMPTS = [Prompt("1", "notes", "w3 w4 w5")]
-NO_REDIS = "no Redis is named, which brings jobs to workers, and no served model takes this one"
+NO_REDIS = "no Redis is configured to bring jobs to workers, and no served model takes this job"
 
 
 @pytest.fixture
@@ -67,7 +67,7 @@ def test_nothing_is_said_to_keep_a_job_when_the_engine_of_its_model_takes_it(sto
     lock = engine_lock(as_request(ServedModel("tiny", job.model)))
     assert store.jobs.lock(lock, "w-engine", 30.0)
     assert notes(store, client, job) == (None, False)
-    assert "waits to be taken" in client.get(f"/jobs/{job.id}").text
+    assert "waits for a worker" in client.get(f"/jobs/{job.id}").text
     assert store.jobs.lock(lock, "w-engine", -1.0)  # the engine has ended
     assert notes(store, client, job)[0] == said
 

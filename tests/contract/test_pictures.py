@@ -144,7 +144,7 @@ def test_files_are_left_as_they_are_until_there_is_a_picture(home: Path, capsys:
 
 def test_detached_job_draws_nothing(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run([*TUNE, "--redis", "redis://127.0.0.1:1", "--detach", "--svg", "x.svg"]) == 2
-    assert "leave out --png and --svg" in capsys.readouterr().err
+    assert "remove --png and --svg" in capsys.readouterr().err
     assert not (home / "x.svg").exists()
 
 

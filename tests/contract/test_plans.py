@@ -138,7 +138,7 @@ def test_plan_for_another_engine_is_found_by_that_engine_and_never_as_the_best(s
     assert standing(store) == (own.version, "spd")
     since = {each.version: bool(each.best_for) for each in store.plan_versions("smol")}
     assert since == {own.version: True, first.version: True, second.version: False}
-    with pytest.raises(InvalidInput, match="is not for vllm: choose one for it, or name another alias"):
+    with pytest.raises(InvalidInput, match="is not for vllm: choose one that is, or use another alias"):
         store.promote("smol", "code", own.version, "vllm")
     with pytest.raises(
         LayerSetNotFound, match=r"no plan for openvino is stored for smol/code: run .* --engine openvino"
@@ -342,7 +342,7 @@ def test_missing_heads_are_answered_with_what_is_stored_and_the_command(store: S
 
 
 def test_heads_of_a_model_that_was_never_loaded_are_refused(store: Store) -> None:
-    with pytest.raises(StoreError, match="no model smol \\(0000\\) is stored: remember it before its heads"):
+    with pytest.raises(StoreError, match="no model smol \\(0000\\) is stored: store it before its heads"):
         store.add_learned(dataclasses.replace(HEADS, fingerprint="0000"), b"")
 
 

@@ -117,7 +117,7 @@ LONG = "".join(map(chr, range(0x4E00, 0x5600)))  # 6 kB that nothing makes short
 
 @pytest.mark.parametrize(("bad", "refusing"), [("\udcff", "sqlite postgresql"), ("\0", "postgresql")], ids=ascii)
 def test_text_that_the_database_does_not_take_is_refused_as_input(store: Store, bad: str, refusing: str) -> None:
-    refused = pytest.raises(InvalidInput, match=r"cannot be stored or looked up .*: leave out NUL")
+    refused = pytest.raises(InvalidInput, match=r"cannot be stored or looked up .*: remove NUL")
     found = refused if store.engine.dialect.name in refusing else pytest.raises(LayerSetNotFound)
     with found:
         store.lookup(bad, "t")
@@ -127,10 +127,10 @@ def test_text_that_the_database_does_not_take_is_refused_as_input(store: Store, 
 
 def test_names_and_numbers_beyond_what_the_database_holds_are_refused_as_input(store: Store) -> None:
     long = dataclasses.replace(finished(), prompt=Prompt(LONG, "t"))
-    with pytest.raises(InvalidInput, match="give shorter names and smaller numbers"):
+    with pytest.raises(InvalidInput, match="use shorter names and smaller numbers"):
         store.plan(MODEL.names[0], "t", 2**70)
     if store.engine.dialect.name == "postgresql":
-        with pytest.raises(InvalidInput, match=r"index row size .*give shorter names"):
+        with pytest.raises(InvalidInput, match=r"index row size .*use shorter names"):
             store.jobs.checkpoint(running(store.jobs), 1, [long], {})
 
 

@@ -119,11 +119,11 @@ def refusal(url: str) -> str:
 
 def test_open_refuses_what_is_no_database(tmp_path: Path) -> None:
     (tmp_path / "letter.txt").write_text("Dear reader, " * 100)
-    assert refusal(str(tmp_path / "letter.txt")).endswith("letter.txt is no database: choose another file with --db")
+    assert refusal(str(tmp_path / "letter.txt")).endswith("letter.txt is not a database: choose another file with --db")
     assert "cannot be created" in refusal(str(tmp_path / "letter.txt" / "x" / "a.db"))
     assert f"{tmp_path} cannot be opened" in refusal(str(tmp_path))
     for url in ("mongodb://host/name", "mysql://user@host/name", "postgres://user@host/name"):
-        assert f"{url} names no database that swiftopt can use: give the path of a SQLite file" in refusal(url)
+        assert f"{url} is not a database that swiftopt can use: use the path of a SQLite file" in refusal(url)
 
 
 def test_open_does_not_tell_the_password_when_the_server_cannot_be_used() -> None:
@@ -135,7 +135,7 @@ def test_write_is_refused_when_another_process_keeps_the_lock(tmp_path: Path) ->
     with Store.open(f"sqlite:///{path}?timeout=0.05") as store:
         other = sqlite3.connect(path)
         other.execute("BEGIN IMMEDIATE")
-        with pytest.raises(StoreUnavailable, match="stays locked by another process"):
+        with pytest.raises(StoreUnavailable, match="is locked by another process"):
             store.add_layer_set(RECORD)
         assert store.layer_sets() == []  # reading goes on
         other.close()
@@ -200,9 +200,9 @@ def test_missing_database_is_said_to_be_missing(postgres_url: str) -> None:
 
 
 def test_user_without_rights_is_told_so(postgres_url: str, guest: URL) -> None:
-    assert "does not allow that to its user" in refusal(guest.render_as_string(hide_password=False))  # to create tables
+    assert "denies its user a permission" in refusal(guest.render_as_string(hide_password=False))  # to create tables
     Store.open(postgres_url).close()
-    assert "does not allow that to its user" in refusal(guest.render_as_string(hide_password=False))  # to read
+    assert "denies its user a permission" in refusal(guest.render_as_string(hide_password=False))  # to read
 
 
 @pytest.mark.parametrize(

@@ -425,7 +425,7 @@ def test_many_lookups_of_a_model_are_few_queries_and_each_has_its_own_answer(sto
     [
         ("/chat/completions", "use /v1/chat/completions"),
         ("/v1/v1/models", "use /v1/models"),
-        ("/v1/embeddings", "/openapi.json lists what there is"),
+        ("/v1/embeddings", "/openapi.json lists all routes"),
     ],
 )
 def test_route_without_v1_or_with_two_is_answered_with_the_one_that_exists(

@@ -62,7 +62,7 @@ def test_unknown_upload_is_not_found(client: TestClient) -> None:
         (b'{"prompt": "a"}\n{"prompt": ', "line 2 is not valid JSON"),
         (b'{"prompt": "a"}\n\xff\xfe\x00\x80', "line 2 is not UTF-8"),
         (bytes(range(1, 100)) + b"\0", "line 1"),
-        (b"[1]", "line 1 is no JSON object"),
+        (b"[1]", "line 1 is not a JSON object"),
         (b'{"prompt": "\\ud800"}', "surrogate"),
         (b"[" * 100_000, "line 1"),
     ],

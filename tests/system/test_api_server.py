@@ -151,8 +151,8 @@ def test_key_entry_that_is_none_ends_the_start_without_showing_it(ended: Ended, 
 def test_start_that_cannot_be_ends_in_a_sentence(ended: Ended, database: str, served: Served) -> None:
     port = str(served.address[1])
     for options, words in (
-        (("--port", port), f"port {port} (address already in use): end the program"),
-        (("--port", "0", "--host", "no such host"), "leads to no address"),
+        (("--port", port), f"port {port} (address already in use): stop the program"),
+        (("--port", "0", "--host", "no such host"), "cannot be resolved"),
         (("--port", "0", "--stream-folder", "/nowhere/at/all"), "is no folder"),
     ):
         code, said = ended("--db", database, *options)

@@ -113,7 +113,7 @@ def test_engine_that_cannot_load_its_model_ends_the_benchmark_with_its_reason() 
 @pytest.mark.parametrize(
     ("option", "words"),
     [
-        ("--concurrency=0,2", "no list of numbers"),
+        ("--concurrency=0,2", "not a list of numbers"),
         ("--rate=0", "0.0 is not in the range"),
         ("--rate=nan", "'nan' is not a finite number"),
     ],

@@ -66,7 +66,7 @@ def test_ways_are_words_and_ctrl_c_times_what_was_found(
     assert "default" in out and "preset swift" in out and "random" not in out
     assert run([*words, "--ways", "random"]) == 130  # nothing was found
     assert capsys.readouterr().out == ""
-    for wrong, reason in (("warp", "warp"), ("default:x", "no number of runs"), ("preset warp", "warp")):
+    for wrong, reason in (("warp", "warp"), ("default:x", "not a number of runs"), ("preset warp", "warp")):
         assert run([*words, "--ways", wrong]) == 2
         assert reason in capsys.readouterr().err
     assert run([*words, "--limit", "10"]) == 2

@@ -65,7 +65,7 @@ def test_text_grows_to_stdout_and_figures_go_to_stderr(folder: str, capsys: pyte
     assert run(words) == 0
     out, err = capsys.readouterr()
     assert out == f"{expected}\n"
-    assert err.splitlines()[-1].startswith("[12 tokens, ") and "cut off: raise --max-new-tokens" in err
+    assert err.splitlines()[-1].startswith("[12 tokens, ") and "truncated: raise --max-new-tokens" in err
 
 
 def test_what_is_stored_for_the_task_is_looked_for_and_told_behind_the_answer(

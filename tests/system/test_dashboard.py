@@ -19,7 +19,7 @@ from swiftopt.core.types import Completion, Timings
 from swiftopt.server.app import create_app
 from swiftopt.server.dashboard import COOKIE, PAGES, STATIC
 from swiftopt.server.dashboard.headline import ServedNow
-from swiftopt.server.dashboard.playground import Side, Try, request_of
+from swiftopt.server.dashboard.playground import PlaygroundRun, Side, request_of
 from swiftopt.server.dashboard.traffic import charts
 from swiftopt.server.engines import EngineProcess, Engines
 from swiftopt.server.metrics import KEPT_S, History, Period
@@ -72,7 +72,7 @@ def test_page_of_a_server_with_keys_wants_one(store: Store, keys: tuple[str, Pat
     found = client.get(address, follow_redirects=False)
     assert (found.status_code, found.headers["location"]) == (303, f"/login?next={address}")
     wrong = client.post("/login", data={"key": "swiftopt-wrong", "next": address})
-    assert wrong.status_code == 401 and "not one of this server" in wrong.text and COOKIE not in client.cookies
+    assert wrong.status_code == 401 and "not valid on this server" in wrong.text and COOKIE not in client.cookies
     right = client.post("/login", data={"key": key, "next": address}, follow_redirects=False)
     assert (right.status_code, right.headers["location"]) == (303, address)
     flags = right.headers["set-cookie"].lower()
@@ -207,7 +207,7 @@ def test_full_queue_turns_completions_away_and_no_questions() -> None:
     engine.about = READY
     for _ in range(2):
         engine.ask(Decode(CompletionRequest()))
-    with pytest.raises(Busy, match="2 requests run or wait already for tiny"):
+    with pytest.raises(Busy, match="2 requests already run or wait for tiny"):
         engine.ask(Decode(CompletionRequest()))
     engine.ask(Steer())
 
@@ -245,7 +245,7 @@ def test_playground_asks_for_what_was_typed_and_learns_nothing() -> None:
     assert request_of({**TYPED, "plan": "best"}, None).method is None
     chat = request_of({**TYPED, "form": "chat"}, None)
     side = Side("The plan", chat, completion=Completion((1,), "answer", "stop", "plain"))
-    follow = request_of({**TYPED, "form": "chat", "prompt": "more"}, Try("1", None, TYPED, (side, side)))
+    follow = request_of({**TYPED, "form": "chat", "prompt": "more"}, PlaygroundRun("1", None, TYPED, (side, side)))
     assert [each["content"] for each in follow.messages] == ["p", "answer", "more"]
 
 
@@ -277,7 +277,7 @@ def test_texts_that_differ_are_told_from_where() -> None:
 
     def unlike(one: tuple[int, ...], other: tuple[int, ...]) -> int | None:
         sides = [Side("", asked, completion=Completion(each, "", "stop", "plain")) for each in (one, other)]
-        return Try("1", None, TYPED, (sides[0], sides[1])).unlike
+        return PlaygroundRun("1", None, TYPED, (sides[0], sides[1])).unlike
 
     assert [unlike((1, 2), (1, 2)), unlike((1, 2), (1, 3)), unlike((1, 2), (1, 2, 3))] == [None, 2, 3]
 
@@ -288,10 +288,10 @@ def test_try_of_another_key_is_not_shown(store: Store, keys: tuple[str, Path]) -
     tries = client.app.state.swiftopt.tries  # type: ignore[attr-defined]
     side = Side("The plan", request_of(TYPED, None), traced=[("<script>", "draft", ("<b>",))])
     for owner in ("ann", "bob"):
-        tries[owner] = Try(owner, owner, {**TYPED, "model": "m", "after": ""}, (side, side))
+        tries[owner] = PlaygroundRun(owner, owner, {**TYPED, "model": "m", "after": ""}, (side, side))
     mine, theirs = client.get("/playground/ann"), client.get("/playground/bob")
     assert mine.status_code == 200 and "&lt;script&gt;" in mine.text and "<script>" not in mine.text
-    assert theirs.status_code == 404 and "no longer remembered" in theirs.text
+    assert theirs.status_code == 404 and "no longer stored" in theirs.text
     assert client.get("/live/playground/bob").status_code == 404
     assert client.post("/playground/bob/stop", data={"token": token(mine.text)}).status_code in (403, 404)
 

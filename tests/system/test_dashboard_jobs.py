@@ -80,7 +80,7 @@ def crowd(store: Store, n_jobs: int, n_events: int) -> str:
 
 def test_jobs_of_an_empty_database(client: TestClient) -> None:
     html = client.get("/jobs").text
-    assert "There is no job yet" in html and "No Redis was named" in html
+    assert "There is no job yet" in html and "No Redis is configured" in html
     assert "No job is failed" in client.get("/jobs?state=failed").text
     assert client.get("/jobs?state=lost").status_code == 422
     assert "There is no such page" in client.get("/jobs?page=7").text
@@ -164,7 +164,7 @@ def test_verbs_are_those_of_the_state_and_want_a_token(client: TestClient, store
     store.jobs.end(lease, "succeeded")
     assert verbs(client.get(page).text, job) == set()
     refused = post(client, f"{page}/cancel")
-    assert refused.status_code == 409 and "it has ended already" in refused.text
+    assert refused.status_code == 409 and "it has already ended" in refused.text
 
 
 def test_cancel_asks_first(client: TestClient, store: Store) -> None:
@@ -173,7 +173,7 @@ def test_cancel_asks_first(client: TestClient, store: Store) -> None:
     assert asked.status_code == 200 and "ends without a result" in asked.text
     assert store.jobs.get(job).state == "queued"
     post(client, f"/jobs/{job}/cancel")
-    assert "has ended already" in client.get(f"/jobs/{job}/cancel").text
+    assert "has already ended" in client.get(f"/jobs/{job}/cancel").text
 
 
 @pytest.mark.parametrize("address", ["/jobs/{}", "/jobs/{}/cancel", "/jobs/{}/outputs"])
@@ -215,7 +215,7 @@ def test_job_is_submitted_from_a_file(client: TestClient, store: Store) -> None:
     assert "Search strategy" in html and "Seed of sampling" in html and "values at their defaults" in html
     again = post(client, "/jobs/new", data=asked, files=file)
     assert again.headers["location"] == f"/jobs/{job.id}?known=1"
-    assert "this is it" in client.get(again.headers["location"]).text
+    assert "it is shown here" in client.get(again.headers["location"]).text
 
 
 def test_job_is_submitted_from_a_stream_folder(store: Store, tmp_path: Path) -> None:
@@ -228,7 +228,7 @@ def test_job_is_submitted_from_a_stream_folder(store: Store, tmp_path: Path) -> 
     assert store.jobs.get(done.headers["location"].removeprefix("/jobs/")).request["task"] == "notes"
     wrong = post(client, "/jobs/new", data={"model": "m", "stream": "note.jsonl"})
     assert wrong.status_code == 422 and "did you mean &#39;notes.jsonl&#39;?" in wrong.text
-    assert "is no plain relative path" in post(client, "/jobs/new", data={"model": "m", "stream": "../a"}).text
+    assert "is not a plain relative path" in post(client, "/jobs/new", data={"model": "m", "stream": "../a"}).text
 
 
 @pytest.mark.parametrize(
@@ -237,12 +237,12 @@ def test_job_is_submitted_from_a_stream_folder(store: Store, tmp_path: Path) -> 
         ({"model": ""}, b'{"prompt": "w"}', "Model is"),
         ({"model": "no-model"}, b'{"prompt": "w"}', "there is no model &#39;no-model&#39;"),
         ({"max_new_tokens": "4"}, b'{"prompt": "w"}', "max_new_tokens 4 leaves nothing to decode"),
-        ({"limit": "many"}, b'{"prompt": "w"}', "Take only the first prompts is &#39;many&#39;"),
+        ({"limit": "many"}, b'{"prompt": "w"}', "Use only the first prompts is &#39;many&#39;"),
         ({"max_new_tokens": "0"}, b'{"prompt": "w"}', "Tokens per completion is 0"),
         ({"settings.skip_ratio": "7"}, b'{"prompt": "w"}', "skip_ratio"),
         ({"sampling.temperature": "-1"}, b'{"prompt": "w"}', "temperature"),
         ({"device": "abacus"}, b'{"prompt": "w"}', "Device is &#39;abacus&#39;"),
-        ({"settings.max_steps": "nan"}, b'{"prompt": "w"}', "Candidates at most is &#39;nan&#39;"),
+        ({"settings.max_steps": "nan"}, b'{"prompt": "w"}', "Maximum number of candidates is &#39;nan&#39;"),
         ({"task": "a/b"}, b'{"prompt": "w"}', "Task is &#39;a/b&#39;"),
         ({}, b'{"prompt": 7}', "line 1"),
         ({}, b"", "holds no prompt"),
@@ -311,7 +311,7 @@ def test_database_that_is_away_is_said_to_be_away(client: TestClient, store: Sto
 def test_workers_are_those_of_redis(store: Store, valkey_server: Valkey) -> None:
     queue = RedisQueue(valkey_server.url)
     client = client_of(store, queue=queue)
-    assert "No worker listens" in client.get("/jobs").text
+    assert "There is no worker" in client.get("/jobs").text
     worker = RqWorker(["gpu"], connection=queue.connection, name="<img/src=x>", serializer="json")
     worker.register_birth()
     try:
@@ -326,7 +326,7 @@ def test_workers_are_those_of_redis(store: Store, valkey_server: Valkey) -> None
 def test_redis_that_is_away_is_said_to_be_away(store: Store) -> None:
     client = client_of(store, queue=RedisQueue("redis://:secret@127.0.0.1:9/0"))
     html = client.get("/jobs").text
-    assert "Redis is away" in html and "secret" not in html
+    assert "Redis is unavailable" in html and "secret" not in html
     job = store.jobs.submit(noop())[0].id
     html = client.get(f"/jobs/{job}").text
     assert "the job waits in the database: Redis at" in html and "secret" not in html

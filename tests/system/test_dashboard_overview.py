@@ -110,10 +110,10 @@ ALL_EQUAL = "1,265 tokens served, all equal to plain decoding."
         ([state(SUMMARY, OFF)], {}, "summary 1.69x. It is off for chat (drafts 0.91x). 1,265"),
         ([state(NOT_JUDGED)], {}, f"Not measured yet: notes (3 pairs of timings so far). {ALL_EQUAL}"),
         ([state(NOT_JUDGED, OFF)], {}, "Drafting is off for chat (drafts 0.91x). Not measured yet: notes"),
-        ([state(tokens=0)], {}, "tiny is ready. Nothing was served yet."),
-        ([state(NOT_JUDGED, tokens=0)], {}, "tiny is ready. Nothing was served yet."),
-        ([loading()], {}, "tiny: it is loading the model: reading its weights. Nothing was served yet."),
-        ([state(tune=False)], {}, f"What drafts save is not measured with --no-tune. {ALL_EQUAL}"),
+        ([state(tokens=0)], {}, "tiny is ready. Nothing has been served yet."),
+        ([state(NOT_JUDGED, tokens=0)], {}, "tiny is ready. Nothing has been served yet."),
+        ([loading()], {}, "tiny: it is loading the model: reading its weights. Nothing has been served yet."),
+        ([state(tune=False)], {}, f"With --no-tune the saving of drafts is not measured. {ALL_EQUAL}"),
         ([state(exact=1000)], {}, "1,265 tokens served, 1,000 of them proven equal to plain decoding."),
         ([state(CODE), state(SUMMARY, name="other")], {}, "other/summary 1.69x, tiny/code 1.28x. 2,530 tokens served"),
         ([state(*[replace(CODE, task=f"t{n}") for n in range(7)])], {}, "t3 1.28x and 3 more."),
@@ -139,8 +139,11 @@ def test_alarms_name_what_is_away_costs_measured_beside_other_work_and_tasks_wit
     costs = CostStatus("disturbed", "it ran beside 2 others", 256, 0.1)
     disturbed = replace(disturbed, tuning=replace(disturbed.tuning, costs=costs))
     down = replace(loading(), tuning=ModelTuning(unavailable="gone"))
-    found = alarms([disturbed, down], ["The database is away", ""])
-    assert found[:2] == ["tiny does not serve: it is loading the model: reading its weights", "The database is away"]
+    found = alarms([disturbed, down], ["The database is unavailable", ""])
+    assert found[:2] == [
+        "tiny does not serve: it is loading the model: reading its weights",
+        "The database is unavailable",
+    ]
     assert "measured while other programs ran (it ran beside 2 others)" in found[2]
     assert found[3].startswith("Drafting is off for tiny/chat since") and len(found) == 4, "a pin is no alarm"
     quiet = replace(disturbed, tuning=ModelTuning(costs=replace(costs, quality="quiet")))

@@ -68,7 +68,7 @@ def post(client: TestClient, path: str, **values: object) -> int:
 
 def test_pages_of_an_empty_database_say_how_to_fill_it(client: TestClient) -> None:
     assert "No plan is stored yet" in text(client, "/plans")
-    assert "Nothing was tried yet" in text(client, "/searches")
+    assert "Nothing has been tried yet" in text(client, "/searches")
     assert "no layer set is stored for m/code" in text(client, "/plans/task", 404, **OF)
     assert "no job 'none' is stored" in text(client, "/searches/none", 404)
     assert client.get("/plans/task", params={"model": "", "task": "code"}).status_code == 422
@@ -158,7 +158,7 @@ def test_export_is_what_the_command_writes(store: Store, client: TestClient, tmp
 def test_two_versions_are_compared_side_by_side(store: Store, client: TestClient) -> None:
     fill(store)
     found = text(client, "/plans/compare", **OF, left=1, right=2)
-    assert "They differ in attention 0–1, 3–7; MLP 0–2, 4–7, which frames mark." in found
+    assert "They differ in attention 0–1, 3–7; MLP 0–2, 4–7, marked by frames." in found
     assert "α, acceptance rate – 0.70 ≠" in found and "Device cpu cpu" in found
     assert 'class="differs"' in client.get("/plans/compare", params={**OF, "left": 1, "right": 2}).text
     assert "The layer maps are the same." in text(client, "/plans/compare", **OF, left=1, right=1)
@@ -205,7 +205,7 @@ def test_search_page_shows_what_was_tried_and_at_what_cost(store: Store, client:
     assert "The search ended: the trials are used up." in found
     best = max(store.tried(job, "code"), key=lambda each: each.score)
     assert f"{best.step} {best.score:.2f} {best.matchness:.2f} at random" in found
-    assert "left out in every one of the best 4 trials" in found
+    assert "skipped in all of the best 4 trials" in found
     assert "int4 4.000 ms" in found and "cpu, float32, context of 256 tokens" in found
     assert "has no trials for this task: it has some for code" in text(client, f"/searches/{job}", 404, task="x")
     assert re.search(rf"{job[:11]}\S* code [\d.]+ [\d.]+ 40 a job, succeeded m", text(client, "/searches"))
@@ -310,7 +310,7 @@ def test_pages_say_so_when_the_database_is_away(store: Store, client: TestClient
     (tmp_path / "a.db").write_bytes(b"no database" * 1000)
     for path in paths:
         found = client.get(path)
-        assert found.status_code in (500, 503) and "is no database" in found.text, found.text
+        assert found.status_code in (500, 503) and "is not a database" in found.text, found.text
 
 
 @pytest.mark.parametrize("lowest", [0.2, 0.93, 0.999, 1.0])

@@ -127,10 +127,13 @@ def test_aspects_name_plan_verdict_load_context_and_grammar() -> None:
         "Verdict": "drafts were measured to be faster",
         "Load": "alone",
         "Context": "7 tokens of the prompt, 10 of the answer",
-        "Grammar": "the text is held to a JSON schema",
+        "Grammar": "the text is constrained by a JSON schema",
     }
     crowded = dict(aspects(ended(done=replace(plain(CROWDED), verdict=None), request=replace(SECRET, forced=(0,)))))
-    assert crowded["Way"].startswith("plainly: with so many requests") and "learns nothing" in crowded["Verdict"]
+    assert (
+        crowded["Way"].startswith("plainly: with so many concurrent requests")
+        and "learns nothing" in crowded["Verdict"]
+    )
     assert crowded["Load"].startswith("with 2.5 other requests on average; in 3 rounds")
     assert "call of a tool" in crowded["Grammar"]
 
@@ -174,10 +177,16 @@ def test_pages_list_and_show_requests(store: Store) -> None:
 
 
 def test_failed_request_is_listed_with_its_reason(store: Store) -> None:
-    failed = EndedRequest.failed("cmpl-9", "tiny", SECRET, "the engine of tiny died: ask again", 1.5, "ann")
+    failed = EndedRequest.failed(
+        "cmpl-9", "tiny", SECRET, "the engine of tiny died: send the request again", 1.5, "ann"
+    )
     client = client_with(store, ended(), failed)
     listed = text(client.get("/requests?way=failed").text)
-    assert "failed" in listed and "the engine of tiny died: ask again" in listed and "stored version 3" not in listed
+    assert (
+        "failed" in listed
+        and "the engine of tiny died: send the request again" in listed
+        and "stored version 3" not in listed
+    )
     page = text(client.get("/requests/cmpl-9").text)
     assert "Why it failed" in page and "the engine of tiny died" in page and "1.5 s" in page
     assert "equal to plain" not in page and "the prompt" not in page

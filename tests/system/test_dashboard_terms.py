@@ -169,8 +169,8 @@ def test_playground_offers_tasks_versions_and_methods(store: Store) -> None:
 
 def test_playground_has_no_button_while_the_model_is_loaded(store: Store) -> None:
     loading, ready = (served(store, is_loaded).get("/playground").text for is_loaded in (False, True))
-    assert "Decode both ways" not in loading and "cannot decode now: it is loading the model" in loading
-    assert "Decode both ways" in ready and "cannot decode now" not in ready
+    assert "Decode both ways" not in loading and "is not available: it is loading the model" in loading
+    assert "Decode both ways" in ready and "is not available" not in ready
 
 
 def test_version_that_is_chosen_names_its_task() -> None:

@@ -269,7 +269,7 @@ def test_no_stop_token_ends_the_text_before_its_least_length(name: str, sampling
 
 def test_a_method_without_its_pieces_says_which_command_makes_them() -> None:
     bare = Resources(parts().runtime)
-    for name, words in (("adadecode", "heads train"), ("adaspeed-probe", "probe train"), ("swift", "tune one first")):
+    for name, words in (("adadecode", "heads train"), ("adaspeed-probe", "probe train"), ("swift", "tune first")):
         with pytest.raises(SettingsError, match=words):
             build(name, bare)
 

@@ -78,7 +78,7 @@ def test_texts_are_prompts_of_the_task(model: swiftopt.Model, db: str, tmp_path:
     ("prompt", "words"),
     [
         (swiftopt.Prompt("7", "t"), "'7' has neither text, messages nor turns"),
-        (swiftopt.Prompt("7", "", text="w1"), "the task of prompt '7', '' is no name"),
+        (swiftopt.Prompt("7", "", text="w1"), "the task of prompt '7', '' is not a valid name"),
     ],
 )
 def test_a_prompt_that_says_nothing_is_refused_in_a_sentence(

@@ -117,7 +117,7 @@ def test_the_command_shows_both_tables_and_why_a_row_has_no_numbers(
     assert "(1) ik-llama-cpp/plain, ik-llama-cpp/plain at depth 0, 2 at once: RuntimeError: it is broken" in " ".join(
         out.split()
     )
-    assert "warning: --limit has no effect with --gguf alone" in err
+    assert "warning: --limit has no effect without --model" in err
     assert run([*given, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["schema"] == same_file.SCHEMA
 

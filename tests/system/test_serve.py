@@ -309,7 +309,7 @@ def test_bad_requests_are_refused_in_openais_form(server: Served) -> None:
         post("/v1/chat/completions", json={**chat, "model": "tinny"}), 404, "model"
     )
     told = refused(post("/v1/chat/completions", json={**chat, "model": "gpt-4o"}), 404, "model")
-    assert told.endswith("is served here: use tiny")
+    assert told.endswith("is not served here: use tiny")
     refused(post("/v1/chat/completions", json={**chat, "temperature": 3}), 400, "temperature")
     refused(post("/v1/chat/completions", json={**chat, "stream_options": {}}), 400, "stream_options")
     refused(post("/v1/chat/completions", json={"model": "tiny"}), 400, "messages")
@@ -322,10 +322,10 @@ def test_bad_requests_are_refused_in_openais_form(server: Served) -> None:
     )
     image = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]
     words = refused(post("/v1/chat/completions", json={**chat, "messages": image}), 400, "messages[0].content[0].type")
-    assert "of type 'image_url': only text is read here" in words
+    assert "of type 'image_url': only text is supported" in words
     image = [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]
     words = refused(post("/v1/responses", json={"model": "tiny", "input": image}), 400, "input[0].content[0].type")
-    assert "of type 'input_image': only text is read here" in words
+    assert "of type 'input_image': only text is supported" in words
     refused(post("/v1/completions", json={"model": "tiny", "prompt": []}), 400, "prompt")
     refused(post("/v1/completions", content=b"{", headers={"content-type": "application/json"}), 400)
     streamed = post("/v1/completions", json={"model": "tiny", "prompt": TEXT, "max_tokens": 4000, "stream": True})
@@ -406,8 +406,9 @@ def test_requests_wait_for_a_model_that_is_being_loaded(folder: Path, tmp_path: 
         while served.client.get("/health").status_code == 200:
             time.sleep(0.01)
         assert statuses() == [200] * 6, "while its successor loads it"
-        assert "ended by signal 7, because a file of the model was cut while it was read: it is loaded again" in (
-            served.log.read_text()
+        assert (
+            "ended by signal 7, because a file of the model was truncated while it was read: the model is loaded again"
+            in (served.log.read_text())
         )
 
 
@@ -416,7 +417,7 @@ def test_request_is_a_503_where_a_model_is_not_loaded_in_time(folder: Path, tmp_
     with serving(str(tmp_path / "a.db"), tmp_path / "log", *options) as served:
         for path, body in (*BODIES.items(), ("/tokenize", BODIES[CHAT])):
             answer = served.client.post(path, json=body)
-            assert "cannot serve now (it is loading the model" in refused(answer, 503)
+            assert "is not available (it is loading the model" in refused(answer, 503)
             assert int(answer.headers["retry-after"]) > 0
 
 
@@ -429,7 +430,7 @@ def test_server_whose_model_cannot_be_loaded_ends_with_the_reason(tmp_path: Path
         words = refused(served.client.post(COMPLETION, json=BODIES[COMPLETION], timeout=START_S), 503)
         assert served.process.wait(START_S) == ModelNotFound.exit_code
     log = served.log.read_text()
-    assert "cannot serve now (" in words and "it is loading" not in words
+    assert "is not available (" in words and "it is loading" not in words
     assert log.count("engine=ended") == 1
     assert log.splitlines()[-1].startswith(f"error: {file} is cut short") and log.endswith(": download it again\n")
 
@@ -439,7 +440,7 @@ def test_requests_that_wait_for_a_model_are_bounded_and_told_when_the_server_end
         engine = EngineProcess(ServedModel("tiny", "tiny", concurrency=1), most_waiting=1)
         waiting = [asyncio.create_task(engine.until_loaded(START_S)) for _ in range(2)]
         await asyncio.sleep(0)
-        with pytest.raises(Busy, match="2 requests run or wait already"):
+        with pytest.raises(Busy, match="2 requests already run or wait"):
             await engine.until_loaded(START_S)
         engine.give_up()
         assert await asyncio.gather(*waiting) == [True, True] and engine.n_until_loaded == 0
@@ -458,7 +459,7 @@ def test_server_says_that_it_serves_a_model_when_that_answers(folder: Path, tmp_
         said = next(line for line in process.stderr if line.startswith("swiftopt serves"))
         found = httpx2.get(f"{said.split()[4].rstrip(';')}/health").json()
         process.terminate()
-    assert first == "loading mine; requests wait until that is done\n"
+    assert first == "loading mine; requests wait until it is loaded\n"
     assert said.startswith("swiftopt serves mine at http://127.0.0.1:") and found["engines"] == {"mine": "ok"}
 
 
@@ -839,7 +840,7 @@ def test_tuning_can_be_seen_paused_and_pinned(server: Served, client: openai.Ope
         assert not ours.steer_tuning("resume", "tiny").models["tiny"].paused
         with pytest.raises(InvalidInput, match="pin is for one task"):
             ours.steer_tuning("pin")
-        with pytest.raises(NotFound, match=r"no model .other. is served here: use tiny"):
+        with pytest.raises(NotFound, match=r"the model .other. is not served here: use tiny"):
             ours.steer_tuning("pause", "other")
 
 
@@ -862,7 +863,7 @@ NOT_A_NUMBER = {"type": "function", "name": "f", "parameters": {"x": float("nan"
 
 
 def nested(depth: int) -> dict[str, Any]:
-    """Objects within each other."""
+    """Objects nested too deeply."""
     return {"items": nested(depth - 1)} if depth else {}
 
 
@@ -894,8 +895,18 @@ WRONG: tuple[tuple[str, dict[str, Any], str, str], ...] = (
     (CHAT, {"swiftopt": {"plan": 1, "method": "plain"}}, "swiftopt.method", "exclude each other"),
     (CHAT, {"max_tokens": 0}, "max_tokens", "use a number greater than or equal to 1"),
     # more than there are places
-    (COMPLETION, {"prompt": ["w1"] * 2, "n": 100}, "n", "200 completions are asked for, but this server takes 132"),
-    (COMPLETION, {"prompt": ["w1"] * 140}, "prompt", "140 completions are asked for, but this server takes 132"),
+    (
+        COMPLETION,
+        {"prompt": ["w1"] * 2, "n": 100},
+        "n",
+        "200 completions are requested, but this server accepts at most 132",
+    ),
+    (
+        COMPLETION,
+        {"prompt": ["w1"] * 140},
+        "prompt",
+        "140 completions are requested, but this server accepts at most 132",
+    ),
     # what only the engine knows
     (COMPLETION, {"prompt": ""}, "prompt", "the prompt has no tokens"),
     (COMPLETION, {"prompt": [[]]}, "prompt", "the prompt has no tokens"),
@@ -950,7 +961,7 @@ WRONG: tuple[tuple[str, dict[str, Any], str, str], ...] = (
         CHAT,
         {"messages": [{"role": "assistant", "tool_calls": [CALLED]}]},
         "messages[0].tool_calls[0].function.name",
-        "send the call as it was answered",
+        "send the call as the server returned it",
     ),
     (CHAT, {"response_format": {"type": "json_schema"}}, "response_format.json_schema.schema", "missing"),
     (RESPONSE, {"text": {"format": {"type": "json_schema"}}}, "text.format.schema", "missing"),
@@ -960,9 +971,9 @@ WRONG: tuple[tuple[str, dict[str, Any], str, str], ...] = (
     (RESPONSE, {"input": HALF}, "", "half of a character"),
     # what a response cannot repeat
     (RESPONSE, {"metadata": {"a": HALF}}, "metadata", "half of a character"),
-    (RESPONSE, {"metadata": {"a": float("inf")}}, "metadata", "a number that JSON lacks"),
-    (RESPONSE, {"tools": [NOT_A_NUMBER]}, "tools", "a number that JSON lacks"),
-    (CHAT, {"messages": [{"role": "user", "content": "w1", "more": nested(300)}]}, "", "within each other"),
+    (RESPONSE, {"metadata": {"a": float("inf")}}, "metadata", "a number that JSON cannot represent"),
+    (RESPONSE, {"tools": [NOT_A_NUMBER]}, "tools", "a number that JSON cannot represent"),
+    (CHAT, {"messages": [{"role": "user", "content": "w1", "more": nested(300)}]}, "", "nested too deeply"),
     (CHAT, {"response_format": {"type": "json_schema", "json_schema": {"schema": nested(300)}}}, "", "each other"),
     # sentences without the words of a parser
     (CHAT, {"tool_choice": "any"}, "tool_choice", "is 'any': use 'none', 'auto' or 'required', or an object"),
@@ -1333,7 +1344,7 @@ def test_engine_that_is_killed_comes_back_and_who_had_got_nothing_gets_an_answer
         assert "died" in served.client.get("/requests?way=failed").text
         assert broken in served.client.get("/metrics").text
         logged = served.log.read_text().splitlines()
-        at = [line[:23] for line in logged if "engine=ended" in line or "starting its process" in line]
+        at = [line[:23] for line in logged if "engine=ended" in line or "starting the process" in line]
         _, ended, started = map(datetime.fromisoformat, at[:3])
         assert (started - ended).total_seconds() < 5, "between the end of one process and the start of the next"
         until_ready(served)

@@ -87,7 +87,7 @@ def test_what_is_missing_is_said() -> None:
 def test_the_last_line_says_what_became_the_plan() -> None:
     assert plan_words(report()) == "plan of smollm2-135m/notes: swift, 1.55x [1.45, 1.65] of plain decoding's speed"
     plain = {"method": "plain", "verdict": "plain", "measured_speedup": None, "measured_interval": None}
-    assert "plain, for no lossless method is reliably faster here" in plan_words(report(plan=plain))
+    assert "plain, because no lossless method is reliably faster here" in plan_words(report(plan=plain))
     assert "(not stored)" in plan_words(report(plan=plain, stored=False))
     assert "interrupted" in plan_words(report(plan=None, interrupted=True))
     standing = {"method": "spd", "verdict": "use", "measured_speedup": 1.7, "measured_interval": (1.6, 1.8)}

@@ -90,5 +90,5 @@ def test_control_token_that_has_no_parts_is_refused() -> None:
         tokenizer_object=Tokenizer(WordLevel({"¶": 0, "a": 1}, unk_token="a")), eos_token="¶",
         chat_template="{{ messages[0].content }}",
     )  # fmt: skip
-    with pytest.raises(InvalidInput, match="spells '¶', which is a control token"):
+    with pytest.raises(InvalidInput, match="contains '¶', which this model's tokenizer"):
         ChatPrompt(tokenizer, said("¶"), {}).encode()

@@ -16,7 +16,7 @@ from swiftopt.core.layer_sets import LayerSet
 from swiftopt.decoding.draft_worth import (
     MAX_OBSERVATIONS,
     Acceptance,
-    Joining,
+    DraftParticipation,
     PassCosts,
     Probing,
     Rate,
@@ -80,15 +80,15 @@ def test_shared_part_of_a_draft_pass_is_what_it_costs_before_anybody_joins(load:
 def test_sequences_alike_draft_where_each_gains(gain: float, shared: float, load: int) -> None:
     """Alone a sequence drafts where it gains by it; so do several with the same gain, once they know it."""
     if abs(gain) > 1e-9:
-        assert Joining().pays(gain, shared, 1) == (gain > 0)
-        assert Joining(max(0.0, gain + shared)).pays(gain, shared, load) == (gain > 0)
+        assert DraftParticipation().pays(gain, shared, 1) == (gain > 0)
+        assert DraftParticipation(max(0.0, gain + shared)).pays(gain, shared, load) == (gain > 0)
 
 
 def test_a_pass_that_pays_for_others_is_joined_for_less() -> None:
     """It is free but for the rows of who joins it; where nobody gains, nobody makes it."""
-    assert Joining(gain=1.0).pays(-0.2, 0.3, 4)
-    assert not Joining(gain=1.0).pays(-0.4, 0.3, 4)
-    joining = Joining(gain=1.0)
+    assert DraftParticipation(gain=1.0).pays(-0.2, 0.3, 4)
+    assert not DraftParticipation(gain=1.0).pays(-0.4, 0.3, 4)
+    joining = DraftParticipation(gain=1.0)
     assert not all(joining.pays(-0.2, 0.3, 4) for _ in range(50))
 
 

@@ -131,7 +131,7 @@ def test_objects_that_are_nested_too_deeply_are_refused_in_words() -> None:
     deep: dict[str, Any] = {}
     for _ in range(10_000):
         deep = {"a": deep}
-    with pytest.raises(InvalidInput, match="too many objects within each other"):
+    with pytest.raises(InvalidInput, match="nested too deeply"):
         encode(Decode(CompletionRequest(json_schema=deep)))
 
 

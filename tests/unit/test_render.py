@@ -222,7 +222,7 @@ def test_summary_breaks_a_token_time_down() -> None:
 
 def test_summary_draws_the_speed_along_the_stream() -> None:
     lines = drawn(tune_summary(some_result(30), USED, "notes.jsonl", COMMAND, 80), 80)
-    at = next(i for i, line in enumerate(lines) if "tok/s of 24 prompts, searching meanwhile, 20.0 to 43.0" in line)
+    at = next(i for i, line in enumerate(lines) if "tok/s of 24 prompts, during the search, 20.0 to 43.0" in line)
     assert list(lines[at - 1].strip()) == sorted(lines[at - 1].strip()) and lines[at - 1].strip()
 
 
@@ -367,7 +367,10 @@ def test_long_line_at_a_terminal_is_folded_not_cut() -> None:
     with TuneProgress(console) as progress:
         progress(StreamShifted("notes", "acceptance fell from 0.90 to 0.61", 2))
     text = " ".join(re.sub(r"\x1b\[[0-9;?]*[A-Za-z]|\r", " ", stream.getvalue()).split())
-    assert "notes: other text, for acceptance fell from 0.90 to 0.61: searching again, 2 known sets first" in text
+    assert (
+        "notes: the text has changed, because acceptance fell from 0.90 to 0.61: searching again,"
+        " with 2 known sets first" in text
+    )
 
 
 def test_origins_of_candidates_are_words() -> None:
@@ -375,7 +378,7 @@ def test_origins_of_candidates_are_words() -> None:
         Trial(i, LayerSet(30), origin, 0.5, 1.0) for i, origin in enumerate(["family", "family", "in use", "tpe"])
     ]
     text = " ".join(drawn(tune_summary(replace(some_result(30), trials=tuple(trials)), USED, "o", COMMAND, 120), 120))
-    assert "by a study of the layers 2, set in use again 1, suggested by tpe 1; 0 taken into use" in text
+    assert "from a study of the layers 2, repeats of the set in use 1, suggested by tpe 1; 0 adopted" in text
 
 
 def test_state_starts_over_when_the_task_changes() -> None:
@@ -408,10 +411,12 @@ def test_progress_writes_plain_lines_when_there_is_no_terminal() -> None:
         "notes: searching: a detail",
         "drafts in int4: 2.91x expected, 0.95 of the tokens agree",
         "drafts in int8 do not run here: no such kernel",
-        "notes: set of trial 7 in use: 13 attentions and 12 MLPs left out, matchness 0.90",
-        "notes: skip ratio lowered to 0.40, for α was 0.61",
-        "notes: drafts of at most 8 tokens, to confidence 0.60, 3 candidates at most: 1.12x expected, 1.05x before",
-        "notes: other text, for acceptance fell from 0.90 to 0.61: searching again, 2 known sets first",
+        "notes: set of trial 7 in use: 13 attentions and 12 MLPs skipped, matchness 0.90",
+        "notes: skip ratio lowered to 0.40, because α was 0.61",
+        "notes: drafts of at most 8 tokens, down to confidence 0.60, 3 candidates at most: 1.12x expected,"
+        " 1.05x before",
+        "notes: the text has changed, because acceptance fell from 0.90 to 0.61: searching again,"
+        " with 2 known sets first",
         "notes: prompt 3 of 24 (p3): 64 tokens, 16.0 tok/s, α 0.88, M 3.15",
         "humaneval: finished, use",
     ]

@@ -78,7 +78,7 @@ def test_stream_reads_standard_input_under_the_task_default(monkeypatch: pytest.
 
 BAD_LINES = {
     "broken": ('{"prompt": "a"', "is not valid JSON"),
-    "not an object": ('["a"]', "is no JSON object"),
+    "not an object": ('["a"]', "is not a JSON object"),
     "no known field": ('{"text": "a"}', "prompt, messages, question, turns"),
     "null field": ('{"prompt": null}', "none of the fields"),
     "two fields": ('{"prompt": "a", "turns": ["b"]}', "'prompt' and 'turns'"),
@@ -94,14 +94,17 @@ BAD_LINES = {
         "messages.0.role is 'bot': use 'system', 'developer'",
     ),
     "message that is a text": ('{"messages": ["a"]}', "messages.0 is 'a': use an object"),
-    "task with a slash": ('{"prompt": "a", "task": "b/c"}', "the task 'b/c' is no name: use a word without '/'"),
-    "task of a wrong type": ('{"prompt": "a", "task": 3}', "the task 3 is no name"),
+    "task with a slash": (
+        '{"prompt": "a", "task": "b/c"}',
+        "the task 'b/c' is not a valid name: use a word without '/'",
+    ),
+    "task of a wrong type": ('{"prompt": "a", "task": 3}', "the task 3 is not a valid name"),
     "id of a wrong type": ('{"prompt": "a", "id": [1]}', "id is [1]: use a text"),
     "task of kilobytes": (
         '{"prompt": "a", "task": "' + "b" * 513 + '"}',
-        f"the task '{'b' * 40}'... has 513 characters: use a name of 512 at most",
+        f"the task '{'b' * 40}'... has 513 characters: use at most 512",
     ),
-    "id of kilobytes": ('{"prompt": "a", "id": "' + "b" * 513 + '"}', "id: it has 513 characters: use 512 at most"),
+    "id of kilobytes": ('{"prompt": "a", "id": "' + "b" * 513 + '"}', "id: it has 513 characters: use at most 512"),
     "number of kilobytes as id": ('{"prompt": "a", "id": ' + "9" * 4000 + "}", "id: it has 4000 characters"),
     "no new tokens": (
         '{"prompt": "a", "max_new_tokens": 0}',
@@ -154,7 +157,7 @@ def test_stream_error_names_the_nearest_file_when_it_is_missing(tmp_path: Path) 
 
 
 def test_a_stream_without_a_name_is_refused_in_a_sentence() -> None:
-    with pytest.raises(StreamError, match="the stream has no name: give a file of prompts"):
+    with pytest.raises(StreamError, match="the stream has no name: use a file of prompts"):
         read_stream("")
 
 

@@ -101,7 +101,7 @@ def test_file_in_gzip_is_read_under_its_own_name(tmp_path: Path) -> None:
     (prompt,) = read_stream(str(path), form=StreamForm("humaneval"))
     assert (prompt.id, prompt.task) == ("HumanEval/0", "HumanEval")
     path.write_bytes(b"no gzip")
-    with pytest.raises(StreamError, match="is no gzip file"):
+    with pytest.raises(StreamError, match="is not a gzip file"):
         read_stream(str(path))
 
 
@@ -109,7 +109,7 @@ def test_file_in_gzip_is_read_under_its_own_name(tmp_path: Path) -> None:
     ("form", "words"),
     [
         ({"template": "humanevil"}, "'humanevil' is unknown: use one of .* \\(nearest: humaneval\\)"),
-        ({"shots": 2}, "shots are examples of a data set: name its template"),
+        ({"shots": 2}, "shots are examples of a data set: add --template"),
         ({"stop": ("",)}, "a stop string is empty"),
         ({"template": "gsm8k", "shots": -1}, "shots -1 is out of range"),
     ],
@@ -120,7 +120,9 @@ def test_form_that_makes_no_sense_is_one_sentence(form: dict[str, Any], words: s
 
 
 def test_rows_of_another_data_set_are_one_sentence(tmp_path: Path) -> None:
-    with pytest.raises(StreamError, match=r"line 1 has no field for .*'question'.*: give a file of the data set"):
+    with pytest.raises(
+        StreamError, match=r"line 1 has no field for .*'question'.*: use a file of the template's data set"
+    ):
         read_stream(saved(tmp_path, [ROWS["xsum"]]), form=StreamForm("gsm8k"))
     with pytest.raises(StreamError, match=r"holds no row after its first 5, the examples"):
         read_stream(saved(tmp_path, GSM8K[:5]), form=StreamForm("gsm8k"))

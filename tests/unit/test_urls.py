@@ -31,5 +31,5 @@ def test_error_of_a_server_that_is_away_does_not_tell_a_password_among_the_optio
 
 
 def test_error_that_quotes_a_value_of_megabytes_keeps_its_beginning_and_its_advice() -> None:
-    said = str(InvalidInput(f"no model {'x' * 2**20!r} is served here: did you mean 'tiny'?"))
+    said = str(InvalidInput(f"no model {'x' * 2**20!r} is not served here: did you mean 'tiny'?"))
     assert len(said) < 2010 and said.startswith("no model 'xxx") and said.endswith("did you mean 'tiny'?")
