@@ -371,7 +371,7 @@ def _prompt(values: Mapping[str, Any], number: int, task: str, line_name: str) -
 
 def _parse_object(line: str, line_name: str) -> Mapping[str, Any]:
     try:
-        values = json.loads(line)
+        values = json.loads(line.rstrip())  # A line's end would begin another line, whose columns count from 1.
     # Not only for invalid JSON: also for numbers of thousands of digits (ValueError) and deep nesting (RecursionError).
     except (ValueError, RecursionError) as error:
         reason = (

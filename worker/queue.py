@@ -284,6 +284,7 @@ class Reconciler:
         if time.monotonic() >= self._spare_until:
             for lost_attempt in self._jobs.expire():
                 log_state(lost_attempt.lease, lost_attempt.state, "LeaseLost", lost_attempt.reason)
+        self._queue.ping()  # Without a due delivery nothing else would notice that Redis does not answer.
         due_deliveries = self._jobs.due()
         waiting = {
             attempt_id

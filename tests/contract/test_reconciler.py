@@ -53,6 +53,14 @@ def test_only_one_reconciler_works_at_a_time(store: Store, queue: RedisQueue) ->
     assert queue.waiting("default") == set()
 
 
+def test_redis_that_does_not_answer_is_logged_before_a_job_is_due(
+    store: Store, caplog: pytest.LogCaptureFixture
+) -> None:
+    queue = RedisQueue("redis://127.0.0.1:1/0")
+    Reconciler(store.jobs, queue, "r").try_step()
+    assert "reconciler=waiting reason='Redis at redis://127.0.0.1:1/0" in caplog.text
+
+
 def test_engine_ends_lost_attempts_and_keeps_nobody_from_delivering(
     store: Store, queue: RedisQueue, tmp_path: Path
 ) -> None:

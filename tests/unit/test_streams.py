@@ -69,8 +69,10 @@ def test_stream_limit_leaves_later_lines_unread(tmp_path: Path) -> None:
 
 
 def test_stream_reads_standard_input_under_the_task_default(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b'{"prompt": "a"}\nnonsense\n')))
-    with pytest.raises(StreamError, match="standard input line 2 is not valid JSON"):
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b'{"prompt": "a"}\n{"prompt": "b"\n')))
+    with pytest.raises(
+        StreamError, match=r"standard input line 2 is not valid JSON \(Expecting ',' delimiter, column 15\)"
+    ):
         read_stream("-")
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b'{"prompt": "a"}')))
     assert read_stream("-") == [Prompt("1", "default", text="a")]
