@@ -1,9 +1,14 @@
-"""The values of a row that a Mamba-1 layer keeps, in 13 bits each, in torch's way; on a CPU `kernels/coded_values.h`.
+"""Code the values of a row that a Mamba-1 layer keeps, in 13 bits each; on a CPU, `kernels/coded_values.h` does.
 
-A bfloat16 has 8 bits of exponent, of which a row needs few: values below 2^-30 of its largest are made zero where the
-row is made (`trimmed`), so that whatever reads it sees the same. A kept row is the inputs behind its values, then the
-exponent that lies behind code 0, bytes of sign and mantissa, the low 4 bits of exponents, of the first half and of the
-second in one byte, and their high bits, of each eighth of the values in one byte.
+A row needs few of the 8 bits of a bfloat16's exponent. Values below 2^-30 of the row's largest become zero when the row
+is computed (`trimmed`), in every pass, so that all readers of the row see the same numbers. The exponents of the other
+values then span 31 steps, which 5 bits hold.
+
+A kept row has, in this order: the inputs after its values; the exponent just below code 1; a byte of sign and mantissa
+per value; the low 4 bits of two exponents per byte, one of the first half of the values and one of the second; and the
+high bits of eight exponents per byte, one of each eighth of the values.
+
+DEVIATION: Mamba (Gu and Dao, arXiv:2312.00752) does not round small values to zero. bfloat16 itself rounds at 2^-9.
 """
 
 from __future__ import annotations
@@ -11,7 +16,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-MOST_BELOW = 31  # Of exponents, below the largest of a row.
+MOST_BELOW = 31  # Steps between the largest exponent of a row and the exponent just below code 1.
 
 
 def kept_width(n_inputs: int, n_values: int) -> int:

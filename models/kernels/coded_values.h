@@ -1,18 +1,15 @@
-// The values of a row that a Mamba-1 layer keeps, in 13 bits each; a part of `pass.cpp`. `models/coded_values.py` has the
-// same layout in torch's way.
-//
-// A bfloat16 has 8 bits of exponent, of which a row needs few: values below 2^-30 of its largest are made zero where the row
-// is made, so that whatever reads it sees the same, and the exponents of all others lie within 31 steps of the largest.
+// Codes of 13 bits for the values of a row that a Mamba-1 layer keeps; a part of `pass.cpp`. `models/coded_values.py` says why
+// and how they are laid out.
 #pragma once
 #include "vec.h"
 
 namespace {
 
-constexpr int MOST_BELOW = 31;  // of exponents, below the largest of a row
+constexpr int MOST_BELOW = 31;  // steps between the largest exponent of a row and the exponent just below code 1
 
 static inline int exponent_of(bf16 value) { return value.bits >> 7 & 0xff; }
 
-// The exponent that lies behind code 0 of a row.
+// The exponent just below code 1 of a row.
 static inline int base_of(const bf16* values, int n) {
     int largest = 0;
     for (int i = 0; i < n; i++) largest = std::max(largest, exponent_of(values[i]));
@@ -25,8 +22,7 @@ static inline void trim(bf16* values, int n) {
     for (int i = 0; i < n; i++) values[i].bits &= exponent_of(values[i]) > base ? 0xffff : 0x8000;
 }
 
-// Code `n` trimmed values, a multiple of 16, as: the base, bytes of sign and mantissa, the low 4 bits of exponents, of the
-// first half and of the second in one byte, and their high bits, of each eighth of the values in one byte.
+// Code `n` trimmed values, a multiple of 16.
 static inline void code_values(const bf16* values, int n, uint16_t* to) {
     const int base = base_of(values, n), half = n / 2, eighth = n / 8;
     uint8_t *rest = (uint8_t*)(to + 1), *low = rest + n, *high = low + half;
