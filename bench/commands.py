@@ -224,10 +224,10 @@ def serve(
     db: str | None,
     **values: Any,
 ) -> Result:
-    """Start a server and send it every prompt of a stream twice, alternating: served with learning, and plainly.
+    """Send a server each prompt of a stream twice: with learning, and plainly.
 
-    Prints the ratio of each window of requests, from the first to the last; Ctrl-C prints the finished ones. If --db is
-    a new file, the server starts without stored plans.
+    Prints the ratio of each window of requests; Ctrl-C prints the finished ones. If --db is a new file, the server
+    starts without stored plans.
     """
     if stay and click.get_current_context().params["as_json"]:
         raise click.UsageError("--stay and --json exclude each other: use one of them")

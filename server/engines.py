@@ -301,7 +301,7 @@ class EngineProcess:
         self._load_ended.clear()
         # Send the settings by standard input: as arguments, `ps` would show the database's password.
         self._write(Serve(self.served))
-        self._log_loading("starting its process")
+        self._log_loading("starting the process")
         try:
             async for line in process.stdout:
                 if line.endswith(b"\n"):  # Skip an incomplete line, written by a process that crashed.

@@ -285,7 +285,7 @@ PADDED = torch.tensor([[0] + [1] * 8])
         ({"dola_layers": "high"}, "not by dola generation: leave dola_layers out"),
         ({"prompt_lookup_num_tokens": 3}, "leave prompt_lookup_num_tokens out"),
         ({"assistant_model": tiny_model("llama", seed=2)}, "leave assistant_model out"),
-        ({"num_return_sequences": 2, "do_sample": True}, "num_return_sequences 2, as one sequence is decoded"),
+        ({"num_return_sequences": 2, "do_sample": True}, "num_return_sequences 2, because one sequence is decoded"),
         ({"output_attentions": True}, "does not take output_attentions"),
         ({"output_hidden_states": True}, "does not take output_hidden_states"),
     ],
@@ -304,7 +304,7 @@ def test_a_field_that_a_newer_transformers_adds_is_refused(monkeypatch: pytest.M
         make(self, **options)
 
     monkeypatch.setattr(GenerationConfig, "__init__", newer)
-    with pytest.raises(SettingsError, match="does not know backwards"):
+    with pytest.raises(SettingsError, match="does not support backwards"):
         tiny_model("llama").generate(prompt(), max_new_tokens=4, backwards=True, **OURS)
 
 

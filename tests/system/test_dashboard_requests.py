@@ -132,10 +132,10 @@ def test_aspects_name_plan_verdict_load_context_and_grammar() -> None:
     crowded = dict(aspects(ended(done=replace(plain(CROWDED), verdict=None), request=replace(SECRET, forced=(0,)))))
     assert (
         crowded["Way"].startswith("plainly: with so many concurrent requests")
-        and "learns nothing" in crowded["Verdict"]
+        and "does not learn" in crowded["Verdict"]
     )
     assert crowded["Load"].startswith("with 2.5 other requests on average; in 3 rounds")
-    assert "call of a tool" in crowded["Grammar"]
+    assert "tool call" in crowded["Grammar"]
 
 
 def test_strip_has_a_bar_per_round_and_marks_what_drafted() -> None:

@@ -28,7 +28,7 @@ from swiftopt.models.saved import no_step
 from swiftopt.models.sources import resolve
 
 REAL = Path.home() / ".cache" / "swiftopt-lab" / "gguf"
-LONGEST_S = 1.5  # For 150,000 tokens.
+LONGEST_S = 4.0  # Processor time for 150,000 tokens: 1.0 on a fast machine, 1.9 on a slow and busy one.
 USER_SPACES = "  \t"
 
 TEXTS = (
@@ -357,7 +357,7 @@ def test_ids_of_real_files_are_those_of_transformers(name: str, new_cache: Path)
 
 @pytest.mark.model
 @pytest.mark.parametrize("name", ["qwen2.5-coder-1.5b", "gemma3-270m"])
-def test_a_tokenizer_is_made_in_a_second_and_a_half(name: str, tmp_path: Path) -> None:
+def test_a_tokenizer_is_made_in_seconds(name: str, tmp_path: Path) -> None:
     path = known(name)
     began = time.process_time()
     file = GgufFile(path)

@@ -296,7 +296,7 @@ def test_a_preset_whose_parts_no_job_makes_is_refused_for_the_queue(
     home: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ("--model", str(save(home / "tiny")), "--preset", "adadecode", "--redis", "redis://127.0.0.1:1")
-    assert "runs here, for jobs search layer sets only" in called(capsys, "tune", *words, expect=2)["error"]
+    assert "runs locally only, because jobs only search layer sets" in called(capsys, "tune", *words, expect=2)["error"]
 
 
 def test_a_submitted_job_takes_a_preset_and_the_settings_beside_it() -> None:

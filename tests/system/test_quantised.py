@@ -83,7 +83,7 @@ def test_fp8_is_not_for_our_kernels_on_a_cpu() -> None:
     runtime, draft = tiny_runtime("llama"), LayerSet(4).filled("fp8")
     runtime.copies.prepare(draft)
     runtime.copies.lay_out(packed=True)
-    with pytest.raises(SettingsError, match="our kernels for a CPU do not support fp8: draft in int8 or int4"):
+    with pytest.raises(SettingsError, match="our CPU kernels do not support fp8: draft in int8 or int4"):
         runtime.copies.prepare(draft)
 
 
@@ -245,7 +245,7 @@ def test_target_is_untouched_and_copies_are_made_once() -> None:
     ("formats", "words"),
     [
         ((("attn:4", "int8"),), "'attn:4' cannot be quantised in a model of 4 layers"),
-        ((("ffn", "int8"),), "no 'ffn'"),
+        ((("ffn", "int8"),), "'ffn' cannot be quantised"),
         ((("mlp", "int3"),), "cannot be 'int3': known formats are int8, fp8, int4"),
     ],
 )

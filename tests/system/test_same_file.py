@@ -125,8 +125,8 @@ def test_the_command_shows_both_tables_and_why_a_row_has_no_numbers(
 @pytest.mark.parametrize(
     ("more", "words"),
     [
-        (["--depths", "0,x"], "is no list of numbers from 0 on: use one like 1,4,8"),
-        (["--at-once", "0"], "is no list of numbers from 1 on"),
+        (["--depths", "0,x"], "is not a list of numbers from 0 on: use for example 1,4,8"),
+        (["--at-once", "0"], "is not a list of numbers from 1 on"),
         (["--gguf", "b.gguf"], "without --model one file is measured"),
         (["--peers", "vllm"], "peer 'vllm' is unknown"),
         (["--model", "smollm2-135m"], "missing option '--stream'"),

@@ -713,9 +713,9 @@ def test_calls_of_tools_are_streamed_as_name_and_arguments_before_the_last_chunk
 
 
 def test_every_answer_says_how_it_was_decoded(server: Served, model: swiftopt.Model) -> None:
-    said = {"model": "tiny", "max_tokens": 6, "temperature": 0, "swiftopt": {"plan": "plain", "task": "poems"}}
-    chat = {**said, "messages": [{"role": "user", "content": TEXT}]}
-    text, response = {**said, "prompt": TEXT, "n": 2}, {**said, "input": TEXT, "max_output_tokens": 6}
+    said = {"model": "tiny", "temperature": 0, "swiftopt": {"plan": "plain", "task": "poems"}}
+    chat = {**said, "messages": [{"role": "user", "content": TEXT}], "max_tokens": 6}
+    text, response = {**said, "prompt": TEXT, "n": 2, "max_tokens": 6}, {**said, "input": TEXT, "max_output_tokens": 6}
     expected: dict[str, Any] = {"exact": model.runtime.exact, "task": "poems", "method": "plain", "plan": None}
     expected["why_plain"] = {"reason": "requested", "message": "the request asks for plain decoding"}
     usage = {"stream_options": {"include_usage": True}}
@@ -910,7 +910,7 @@ WRONG: tuple[tuple[str, dict[str, Any], str, str], ...] = (
     # what only the engine knows
     (COMPLETION, {"prompt": ""}, "prompt", "the prompt has no tokens"),
     (COMPLETION, {"prompt": [[]]}, "prompt", "the prompt has no tokens"),
-    (COMPLETION, {"prompt": [10**6]}, "prompt", "there is no token 1000000: this model has tokens 0 to"),
+    (COMPLETION, {"prompt": [10**6]}, "prompt", "there is no token 1000000: use token ids from 0 to"),
     (COMPLETION, {"prompt": [5] * 300}, "prompt", "maximum context length is 256 tokens, but the prompt has 300"),
     (COMPLETION, {"max_tokens": 4000}, "max_tokens", "4000 new ones are to follow: shorten the prompt or ask"),
     (CHAT, {"messages": [{"role": "user", "content": "w1 " * 300}]}, "messages", "shorten"),
@@ -974,7 +974,12 @@ WRONG: tuple[tuple[str, dict[str, Any], str, str], ...] = (
     (RESPONSE, {"metadata": {"a": float("inf")}}, "metadata", "a number that JSON cannot represent"),
     (RESPONSE, {"tools": [NOT_A_NUMBER]}, "tools", "a number that JSON cannot represent"),
     (CHAT, {"messages": [{"role": "user", "content": "w1", "more": nested(300)}]}, "", "nested too deeply"),
-    (CHAT, {"response_format": {"type": "json_schema", "json_schema": {"schema": nested(300)}}}, "", "each other"),
+    (
+        CHAT,
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": nested(300)}}},
+        "",
+        "nested too deeply",
+    ),
     # sentences without the words of a parser
     (CHAT, {"tool_choice": "any"}, "tool_choice", "is 'any': use 'none', 'auto' or 'required', or an object"),
     (CHAT, {"logit_bias": {"abc": 1}}, "logit_bias", "logit_bias has the key 'abc': use a whole number"),

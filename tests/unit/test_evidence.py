@@ -109,6 +109,6 @@ def test_runs_over_other_requests_are_refused_and_nothing_is_stored(
     assert imported(tmp_path, plain, written(tmp_path / "l", llamacpp(1.0)[:5]), "--engine", "vllm") == 2
     assert "has 6 requests and" in capsys.readouterr().err
     assert imported(tmp_path, plain, plain) == 2
-    assert "say what was benchmarked: --exported FOLDER, or --engine" in capsys.readouterr().err
+    assert "it is unknown what was benchmarked: use --exported FOLDER, or --engine" in capsys.readouterr().err
     with Store.open(str(db)) as store:
         assert store.plan_versions() == []
