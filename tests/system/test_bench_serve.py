@@ -37,7 +37,7 @@ def test_benchmark_that_stays_shows_its_dashboard(folder: Path, tmp_path: Path) 
         process.send_signal(signal.SIGINT)
         assert process.wait(30) == 0
     refused = subprocess.run([*command, "--json"], capture_output=True, text=True)
-    assert refused.returncode == 2 and "choose one" in refused.stderr
+    assert refused.returncode == 2 and "exclude each other: use one" in refused.stderr
 
 
 @pytest.mark.slow
