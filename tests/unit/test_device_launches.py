@@ -137,6 +137,7 @@ def test_every_kernel_is_launched_where_its_tensors_lie(monkeypatch: pytest.Monk
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)  # One thread compiles some hundreds of variants, for minutes on a slow machine.
 def test_every_kernel_compiles_for_gpus_that_are_not_there_and_spills_nothing() -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
