@@ -42,6 +42,11 @@ if importlib.util.find_spec("triton") is not None:
     import triton
     import triton.language as tl
 
+    @triton.jit
+    def sigmoid(x):
+        small = tl.exp(-tl.abs(x))  # An exponential of a positive number could overflow.
+        return tl.where(x >= 0.0, 1.0, small) / (1.0 + small)
+
     @triton.jit(do_not_specialize=["n_rows", "n_tiles"])
     def _dense(
         x, weight, out, order, tiles, n_tiles, n_rows, n_in, n_out, x_stride, w_stride, w_step, expert_stride,

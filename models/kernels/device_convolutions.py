@@ -20,10 +20,7 @@ if importlib.util.find_spec("triton") is not None:
     import triton
     import triton.language as tl
 
-    @triton.jit
-    def sigmoid(x):
-        small = tl.exp(-tl.abs(x))  # An exponential of a positive number could overflow.
-        return tl.where(x >= 0.0, 1.0, small) / (1.0 + small)
+    from .device import sigmoid
 
     @triton.jit
     def silu_of_sum(mixed, dtype: tl.constexpr):

@@ -22,6 +22,8 @@ if importlib.util.find_spec("triton") is not None:
     import triton
     import triton.language as tl
 
+    from .device import sigmoid
+
     @triton.jit
     def _best(scores, is_free, at, n):
         """Return the index of the largest free score, of equal ones the first; NaN comes last."""
@@ -56,8 +58,7 @@ if importlib.util.find_spec("triton") is not None:
         else:
             rank = score
             if SCORES == 1 or SCORES == 3:
-                small = tl.exp(-tl.abs(score))  # The exponential of a positive number could overflow.
-                score = tl.where(score >= 0.0, 1.0, small) / (1.0 + small)
+                score = sigmoid(score)
             else:
                 score = tl.exp(score - tl.max(score, axis=0))
                 score = score / tl.sum(score, axis=0)

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from .device import on_its_device, runs
-from .device_convolutions import of_token, sigmoid, silu_of_sum, sum_of_taps
 
 if TYPE_CHECKING:
     from ..state_rules import StateRule
@@ -29,6 +28,9 @@ VALUES = 256  # That a Triton program convolves.
 if importlib.util.find_spec("triton") is not None:
     import triton
     import triton.language as tl
+
+    from .device import sigmoid
+    from .device_convolutions import of_token, silu_of_sum, sum_of_taps
 
     @triton.jit
     def _softplus(x):

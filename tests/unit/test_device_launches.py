@@ -156,3 +156,16 @@ def test_every_kernel_compiles_for_gpus_that_are_not_there_and_spills_nothing() 
     assert halves and all(one["stack_bytes"] == 0 for one in halves)
     attention = [one for one in halves if one["kernel"] == "_attend"]
     assert attention and all(one["tensor_cores"] and one["wide_loads"] >= 16 for one in attention)
+
+
+def test_models_load_where_triton_is_not_installed() -> None:
+    code = """
+import importlib.util, sys
+find_spec = importlib.util.find_spec
+importlib.util.find_spec = lambda name, *more: None if name == "triton" else find_spec(name, *more)
+sys.modules["triton"] = None
+import swiftopt.models.loading
+import swiftopt.models.kernels.device_experts
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
