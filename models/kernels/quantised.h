@@ -252,7 +252,7 @@ static inline void packed_tile_of(
 }
 
 // The number of slices of a tile with few or many rows, so that sums and codes fit the registers. Unpacking codes takes
-// registers, too. Slices with codes of 8 bits share the unpacked codes of a row.
+// registers, too: those of 5 bits are unpacked for 32 inputs at once.
 #if defined(WITH_DOTS)
 constexpr int slices_of(int, int type, bool few) { return few || type == SPREAD ? 4 : 2; }
 #else

@@ -103,32 +103,21 @@ static inline vf load(const f16* from) {
     return value;
 #endif
 }
-// Bytes as whole numbers. By instructions of their own: for AVX2, gcc takes vectors of 8 bytes apart, byte by byte.
-static inline vi widened(const int8_t* from) {
+// `widened`: bytes as whole numbers; `store_bytes`: the low bytes of these. AVX2 has intrinsics here, because gcc has no vectors
+// of 8 bytes and converts them byte by byte.
 #if defined(__AVX2__) && !defined(WITH_AVX512)
-    return (vi)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)from));
-#else
-    return __builtin_convertvector(*(const vb*)from, vi);
-#endif
-}
-static inline vi widened(const uint8_t* from) {
-#if defined(__AVX2__) && !defined(WITH_AVX512)
-    return (vi)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)from));
-#else
-    return __builtin_convertvector(*(const vub*)from, vi);
-#endif
-}
-// The low bytes of whole numbers.
+static inline vi widened(const int8_t* from) { return (vi)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)from)); }
+static inline vi widened(const uint8_t* from) { return (vi)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)from)); }
 static inline void store_bytes(void* to, vi value) {
-#if defined(__AVX2__) && !defined(WITH_AVX512)
     const __m256i low = _mm256_shuffle_epi8((__m256i)value, _mm256_set1_epi32(0x0c080400));
     const __m128i bytes = _mm_unpacklo_epi32(_mm256_castsi256_si128(low), _mm256_extracti128_si256(low, 1));
     _mm_storel_epi64((__m128i*)to, bytes);
-#else
-    const vb bytes = __builtin_convertvector(value, vb);
-    memcpy(to, &bytes, sizeof bytes);
-#endif
 }
+#else
+static inline vi widened(const int8_t* from) { return __builtin_convertvector(*(const vb*)from, vi); }
+static inline vi widened(const uint8_t* from) { return __builtin_convertvector(*(const vub*)from, vi); }
+static inline void store_bytes(void* to, vi value) { *(vb*)to = __builtin_convertvector(value, vb); }
+#endif
 static inline vf load(const int8_t* from) { return __builtin_convertvector(widened(from), vf); }
 static inline vf load(const uint8_t* from) { return __builtin_convertvector(widened(from), vf); }
 static inline void store(float* to, vf value) { *(vf*)to = value; }
