@@ -37,7 +37,7 @@ test: setup
 
 # The tests left out there: they compile, wait for servers, or take further variants, of families of models above all.
 slow families: setup
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m $@
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m $@
 
 # The floors alone: a copy of the tree without its wings, and tests that need none; FLOORS=tests runs all of these.
 FLOORS := tests/unit tests/contract/test_cli.py tests/contract/test_bad_input.py tests/system/test_floors.py

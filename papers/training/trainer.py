@@ -212,7 +212,9 @@ class HeadObjective:
         )
         kl = kl_to_gradient(target_logits, logits, self._softcap)
         gradient_of_logits = (
-            logits if self.full else (logits.flatten(0, 1) @ self._vocabulary.to(device)).view_as(normed)
+            logits
+            if self.full
+            else vocabulary_product(logits.flatten(0, 1), self._vocabulary.to(device)).view_as(normed)
         )
         weights_dtype = weights.dtype
         gradient = gradient_of_logits.to(weights_dtype).transpose(1, 2) @ normed.to(weights_dtype) / len(rows)
@@ -247,6 +249,21 @@ class HeadObjective:
                 confidences, is_right, threshold
             )
         return figures
+
+
+def vocabulary_product(rows: Tensor, weight: Tensor) -> Tensor:
+    """Return rows (n, vocab) @ weight (vocab, hidden_size) in their dtype.
+
+    On a CPU without instructions for bfloat16, torch's own product takes 30 times as long as one in float32. It is
+    computed over chunks of the vocabulary, which bounds the memory of their copies.
+    """
+    if weight.dtype != torch.bfloat16 or not weight.is_cpu or torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        return rows @ weight
+    chunk = max(1, CHUNK_VALUES // weight.shape[1])
+    total = torch.zeros(rows.shape[0], weight.shape[1])
+    for some_rows, some_weight in zip(rows.split(chunk, dim=1), weight.split(chunk), strict=True):
+        total.addmm_(some_rows.float(), some_weight.float())
+    return total.to(weight.dtype)
 
 
 def kl_to_gradient(target: Tensor, heads: Tensor, softcap: float | None = None) -> Tensor:

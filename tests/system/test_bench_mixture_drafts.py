@@ -19,12 +19,14 @@ from swiftopt.decoding.session import Session
 from swiftopt.models.loading import load
 from swiftopt.store import Store
 
+# The model is trained at first: 300 steps, of two seconds each on a slow core.
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
+
 FIXED_DRAFTS = SwiftSettings(early_stop=False, max_draft_length=3, dynamic_verification=False)
 
 
-@pytest.mark.slow
 def test_value_of_drafts_with_fewer_experts_is_as_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In units of cost, so that no clock is read. The model is trained at first, for minutes."""
+    """In units of cost, so that no clock is read."""
     monkeypatch.delenv("SWIFTOPT_CACHE_DIR", raising=False)
     runtime = load(str(trained()), dtype="auto", device="cpu")
     session = Session(runtime, Sampling(), 96, ignore_eos=True)
@@ -36,7 +38,6 @@ def test_value_of_drafts_with_fewer_experts_is_as_predicted(monkeypatch: pytest.
         assert 0.95 < value.ratio < 1.05
 
 
-@pytest.mark.slow
 def test_trained_mixture_is_tuned_stored_and_served_with_plain_decodings_tokens(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

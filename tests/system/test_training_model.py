@@ -21,6 +21,6 @@ def test_seconds_of_training_beat_the_models_own_head() -> None:
     prompts = read_stream(str(EXAMPLES), limit=10)
     settings = HeadSettings(max_new_tokens=32, minutes=5 / 60, epochs=1000, layers=(15, 22))
     trained = train(load("smollm2-135m", "bfloat16", "cpu"), prompts, settings)
-    assert 4 < trained.figures["train_s"] < 10  # the clock ended it
+    assert trained.figures["steps"] < settings.epochs  # The clock ended it.
     own, learned = ([trained.figures[f"{name}@{depth}"] for depth in (15, 22)] for name in ("identity", "agreement"))
     assert sum(learned) > sum(own), trained.figures

@@ -23,6 +23,7 @@ from swiftopt.papers.training.trainer import (
     kl_to_gradient,
     learning_rate,
     probe_figures,
+    vocabulary_product,
 )
 
 ROWS = torch.tensor([3, 0, 7, 5])
@@ -85,6 +86,18 @@ def test_divergence_of_bfloat16_logits_is_taken_in_float32() -> None:
     target, head = 20 * torch.randn(4, 97), 20 * torch.randn(1, 4, 97)
     exact = kl_to_gradient(target.bfloat16().double(), head.bfloat16().double())
     assert float(kl_to_gradient(target.bfloat16(), head.bfloat16())) == pytest.approx(float(exact), rel=1e-5)
+
+
+@pytest.mark.parametrize("has_instructions", [True, False])
+def test_vocabulary_product_in_bfloat16_is_the_exact_one(
+    monkeypatch: pytest.MonkeyPatch, has_instructions: bool
+) -> None:
+    """The vocabulary takes several chunks where the processor has no instructions for bfloat16."""
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: has_instructions)
+    rows, weight = torch.randn(3, 2500).bfloat16(), torch.randn(2500, 512).bfloat16()
+    product = vocabulary_product(rows, weight)
+    assert product.dtype == torch.bfloat16
+    torch.testing.assert_close(product.double(), rows.double() @ weight.double(), rtol=8e-3, atol=0.5)
 
 
 def test_probe_gradient_equals_autograd() -> None:
