@@ -261,7 +261,7 @@ def vocabulary_product(rows: Tensor, weight: Tensor) -> Tensor:
         return rows @ weight
     chunk = max(1, CHUNK_VALUES // weight.shape[1])
     total = torch.zeros(rows.shape[0], weight.shape[1])
-    for some_rows, some_weight in zip(rows.split(chunk, dim=1), weight.split(chunk), strict=True):
+    for some_rows, some_weight in zip(torch.split(rows, chunk, dim=1), torch.split(weight, chunk), strict=True):
         total.addmm_(some_rows.float(), some_weight.float())
     return total.to(weight.dtype)
 
