@@ -17,7 +17,8 @@ from .family import SlotShape
 from .free_memory import free_memory
 from .recurrent import RecurrentStates
 
-_Form = tuple[torch.device, int, int]  # Device, number of heads, and width of keys or values; a block for each.
+# Device, number of heads, width, and whether a slot has values beside its keys; a block for each.
+_Form = tuple[torch.device, int, int, bool]
 _Place = tuple[_Form, int]  # The block's form, and the index of a tensor in the block.
 MOST_VIEWS = 8  # Cached views of a buffer, one per range of slots; the cache is cleared when full.
 
@@ -63,7 +64,7 @@ class KVBuffer:
         def places_of(widths: Sequence[int]) -> list[_Place | None]:
             places: list[_Place | None] = []
             for device, shape, width in zip(devices, shapes, widths, strict=True):
-                form = None if shape is None or not width else (device, shape.n_heads, width)
+                form = None if shape is None or not width else (device, shape.n_heads, width, shape.value_width > 0)
                 places.append(None if form is None else (form, counts[form]))
                 if form is not None:
                     counts[form] += 1
@@ -74,9 +75,9 @@ class KVBuffer:
         # A convolution has inputs only: they stand for keys and values.
         self._value_places = [value or key for value, key in zip(values, self._key_places, strict=True)]
         self._blocks: dict[_Form, Tensor] = {}
-        for (device, n_heads, width), n in counts.items():
-            size = n, n_heads, capacity, width
-            self._blocks[device, n_heads, width] = torch.zeros(size, dtype=dtype, device=device)
+        for form, n in counts.items():
+            device, n_heads, width, _ = form
+            self._blocks[form] = torch.zeros((n, n_heads, capacity, width), dtype=dtype, device=device)
         self._nothing = [torch.empty((1, 0, 0), dtype=dtype, device=device) for device in devices]
         # One tensor (n_heads, capacity, width) per layer, an empty one for a layer that stores nothing in slots.
         self.keys, self.values = self._by_layer({form: block.unbind() for form, block in self._blocks.items()})
@@ -104,8 +105,8 @@ class KVBuffer:
         return views
 
     def address(self, device: torch.device) -> int:
-        """Memory address of the only block on a device: its keys and values must have one form."""
-        (block,) = (block for form, block in self._blocks.items() if form[0] == device)
+        """Memory address of attention's only block on a device: its keys and values must have one form."""
+        (block,) = (block for form, block in self._blocks.items() if form[0] == device and form[3])
         return block.data_ptr()
 
     @cached_property

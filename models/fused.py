@@ -89,7 +89,7 @@ def fuse(runtime: Runtime) -> None:
     runtime.final_norm = final
     made = iter(of_layers)
     for block in runtime.blocks:
-        block.parts = replace(block.parts, **{name: next(made) for name in NORMS})
+        block.parts = replace(block.parts, **{name: next(made) for name in norm_names(block)})
     runtime.weights_moved()
 
 
@@ -100,12 +100,17 @@ def _fused_norm(norm: Any, width: int, place: torch.device, dtype: torch.dtype) 
     return norm
 
 
+def norm_names(block: Block) -> Sequence[str]:
+    """Return the names of a layer's norms; the norm inside a recurrence, which also takes gates, is none of them."""
+    return NORMS if block.has_attention else [name for name in NORMS if name != "inner_norm"]
+
+
 def norms_of(runtime: Runtime) -> Iterator[tuple[Any, int, torch.device]]:
-    """Yield the final norm, and then those of each layer in the order of `NORMS`, each with its width and device."""
+    """Yield the final norm, and then those of each layer as `norm_names`, each with its width and device."""
     hidden = int(runtime.config.hidden_size)
     yield runtime.final_norm, hidden, runtime.norm_device
     for block in runtime.blocks:
-        for name in NORMS:
+        for name in norm_names(block):
             yield getattr(block.parts, name), _width_of(name, block, hidden), block.device
 
 
@@ -133,8 +138,8 @@ def _joined_layer(block: Block, family: Family, activation: str) -> LayerModules
     parts = block.parts
     if (qkv := joined(parts.qkv)) is not None:
         parts = replace(parts, qkv=(qkv,))
-    is_usual = family.gated and not family.mlp_inner_norm and not has_experts(parts.mlp)
-    if not is_usual or activation not in ACT2FN or isinstance(parts.mlp, GatedMlp):
+    is_usual = family.gated and not family.mlp_inner_norm and not family.mlp_scales and not has_experts(parts.mlp)
+    if not is_usual or parts.mlp is None or activation not in ACT2FN or isinstance(parts.mlp, GatedMlp):
         return parts
     with suppress(Unsupported):
         for module in parts.mlp.modules():

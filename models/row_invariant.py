@@ -14,20 +14,21 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from .block_experts import PARTS, BlockExperts, gating_of
+from .block_experts import HALVES, PARTS, UNGATED, BlockExperts, gating_of
 from .block_maps import PackedBlocks
 from .blocks import Block
 from .coded import CodedLinear
 from .expert_choice import chooser_of
 from .family import Experts
 from .fused import GATES, FusedNorm, fuse, norms_of
-from .kernels import device, device_codes, device_experts
+from .kernels import device, device_codes, device_experts, device_states, layout
 from .kernels.experts import choosing_of, correction_of
 from .kernels.layout import Unsupported
-from .kernels.limits import refuse_group, refuse_hooks
+from .kernels.limits import norm_gating_of, refuse_group, refuse_hooks
 from .mixtures import in_order
 from .quantised_checkpoints import is_by_library
 from .runtime import Runtime
+from .state_rules import StateRule, ValueSteps
 
 
 def make_row_invariant(runtime: Runtime) -> str | None:
@@ -43,10 +44,10 @@ def make_row_invariant(runtime: Runtime) -> str | None:
     places = sorted({parameter.device.type for parameter in runtime.hf_model.parameters()})
     if len(places) > 1:
         return f"the model lies on {' and '.join(places)}"
-    if any(block.heads.latent is not None for block in runtime.blocks):
+    if any(block.has_attention and block.heads.latent is not None for block in runtime.blocks):
         return "torch computes its latent attention"
-    if not runtime.has_alike_layers:
-        return "torch computes its layers, which have convolutions, states or heads of several forms"
+    if not runtime.has_alike_attention:
+        return "torch computes its layers, which have heads of several forms or per-layer inputs"
     modules: dict[Any, Callable[..., Any]] = {}
     try:
         for norm, width, place in norms_of(runtime):
@@ -59,13 +60,15 @@ def make_row_invariant(runtime: Runtime) -> str | None:
                 refuse_hooks(module)
                 modules[module] = _map(module)
         for block in runtime.blocks:
+            if block.rule is not None:
+                modules |= _recurrence(block, block.rule, runtime.dtype)
             if block.experts is not None:
                 modules |= _mixture(runtime, block, block.experts)
     except Unsupported as error:
         return str(error)
     fuse(runtime)
     for block in runtime.blocks:
-        for module in (*block.parts.qkv, *block.parts.mlp.modules()):
+        for module in (*block.parts.qkv, *(() if block.parts.mlp is None else block.parts.mlp.modules())):
             if isinstance(module, nn.Linear) and module not in modules:
                 modules[module] = _map(module)
     for module, compute in modules.items():
@@ -76,6 +79,32 @@ def make_row_invariant(runtime: Runtime) -> str | None:
 
 def _unless_trained(compute: Callable[..., Any], otherwise: Callable[..., Any], x: Tensor, *others: Tensor) -> Any:
     return otherwise(x, *others) if x.requires_grad else compute(x, *others)
+
+
+def _recurrence(block: Block, rule: StateRule, dtype: torch.dtype) -> dict[Any, Callable[..., Any]]:
+    """Return the functions that replace the forward of the norms and maps inside a recurrence, by module.
+
+    Raises: Unsupported: the kernels do not support the rule or one of its norms.
+    """
+    if not device_states.supports(rule.form):
+        raise Unsupported(f"a recurrence of {rule.form} is computed by torch")
+    parts = block.parts.beside or block.parts
+    modules: dict[Any, Callable[..., Any]] = {}
+    if parts.inner_norm is not None:
+        refuse_hooks(parts.inner_norm)
+        modules[parts.inner_norm] = partial(_gated_norm, parts.inner_norm, rule, norm_gating_of(parts.inner_norm, rule))
+    if isinstance(rule, ValueSteps):
+        modules[rule.step_map] = _map(rule.step_map)
+        widths = (rule.form.n_low, rule.form.key_width, rule.form.key_width)
+        for norm, width in zip(rule.low_norms, widths, strict=True):
+            if norm is not None:
+                modules[norm] = FusedNorm(norm, width, dtype, block.device).compute
+    return modules
+
+
+def _gated_norm(norm: Any, rule: StateRule, gating: int, read: Tensor, gates: Tensor) -> Tensor:
+    before = gating == layout.GATED_BEFORE_NORM
+    return device.gated_norm(read, gates, norm.weight, norm.variance_epsilon, rule.norm_width, before)
 
 
 def _mixture(runtime: Runtime, block: Block, named: Experts) -> dict[Any, Callable[..., Any]]:
@@ -144,14 +173,15 @@ def _products(runtime: Runtime, experts: Any, named: Experts) -> _Products:
             return device_experts.mixed(inner, stack, biases_of_parts[2], taken, weights, order, tiles)
 
         return by_codes
-    into, out = (_stack(experts, name, runtime.dtype, named.by_inputs) for name in ("gate_up_proj", "down_proj"))
-    biases = {name: getattr(experts, f"{name}_bias", None) for name in ("gate_up_proj", "down_proj")}
+    names = tuple(HALVES if runtime.family.gated else UNGATED)
+    into, out = (_stack(experts, name, runtime.dtype, named.by_inputs) for name in names)
+    into_bias, out_bias = (getattr(experts, f"{name}_bias", None) for name in names)
 
     def by_weights(
         hidden: Tensor, readers: Tensor, taken: Tensor, weights: Tensor, order: Tensor, tiles: Tensor
     ) -> Tensor:
-        both = device_experts.expert_linear(hidden, into, biases["gate_up_proj"], readers, order, tiles)
-        return device_experts.mixed(gate(both), out, biases["down_proj"], taken, weights, order, tiles)
+        projected = device_experts.expert_linear(hidden, into, into_bias, readers, order, tiles)
+        return device_experts.mixed(gate(projected), out, out_bias, taken, weights, order, tiles)
 
     return by_weights
 
@@ -201,11 +231,13 @@ def _in_order(x: Tensor, orders: Tensor, experts: Tensor) -> tuple[Tensor, Tenso
 
 
 def _gate(runtime: Runtime, experts: Any, named: Experts) -> Callable[[Tensor], Tensor]:
-    """Return the function of the outputs of gate and up, (rows, 2 inner), that the down map reads."""
+    """Return the function of the outputs of gate and up, (rows, 2 inner), or of up alone, that the down map reads."""
     by_turns = named.alternating and not isinstance(experts, BlockExperts)
     if named.clamped:
         numbers = {"limit": float(experts.limit), "slope": float(experts.alpha)}
         return partial(device.gated, activation=device.CLAMPED, by_turns=by_turns, **numbers)
+    if not runtime.family.gated:
+        return gating_of(experts, named)
     activation = runtime.family.setting(runtime.config, "hidden_act")
     if activation in GATES:
         return partial(device.gated, activation=GATES[activation], by_turns=by_turns)

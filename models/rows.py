@@ -177,13 +177,14 @@ class PassPlan:
             return torch.arange(self.rows.first_slot, self.end, device=device)
         return uploaded(self.rows.positions, device)
 
-    def group(self, block: Block, variants: frozenset[int]) -> RowGroup:
-        key = block.row_form, variants
+    def group(self, block: Block, variants: frozenset[int], attends: bool = True) -> RowGroup:
+        """Return the rows of some variants as `block` sees them, with a mask for its attention if they `attend`."""
+        key = block.row_form, variants, attends
         if key not in self._groups:
-            self._groups[key] = self._make_group(block, variants)
+            self._groups[key] = self._make_group(block, variants, attends)
         return self._groups[key]
 
-    def _make_group(self, block: Block, variants: frozenset[int]) -> RowGroup:
+    def _make_group(self, block: Block, variants: frozenset[int], attends: bool) -> RowGroup:
         first = self.rows.first_slot
         n_positions = self.end if self.rows.positions is None else max(self.rows.positions) + 1
         rotation = self.runtime.rotation(block.layer_type, block.device, n_positions)
@@ -192,7 +193,7 @@ class PassPlan:
                 slice(first, self.end) if self.rows.positions is None else self.positions(block.device)
             )
         spans: tuple[tuple[int, int, int], ...] = ((0, first, self.n),)
-        start, mask = self._mask(block) if block.has_attention else (0, None)
+        start, mask = self._mask(block) if attends and block.has_attention else (0, None)
         before = self.slots_before(block.n_taps) if block.n_taps and block.rule is None else None
         seen = self.rows.seen() if block.rule is not None else None
         if variants != self.every:
@@ -259,9 +260,13 @@ Member = tuple[PassPlan, frozenset[int]]  # A pass, and the indices of its varia
 
 
 class BufferPlan:
-    """Data shared by the layers of a forward pass when torch computes attention per sequence."""
+    """Data shared by the layers of a forward pass when token mixers are computed per sequence.
 
-    def __init__(self) -> None:
+    Args: attends: attention is one of these mixers.
+    """
+
+    def __init__(self, attends: bool = True) -> None:
+        self._attends = attends
         self._rows: dict[Hashable, BufferRows] = {}
 
     def rows(self, block: Block, members: Sequence[Member]) -> BufferRows:
@@ -269,8 +274,12 @@ class BufferPlan:
         member_key = tuple((plan.first, variants) for plan, variants in members)
         key = member_key, block.row_form
         if key not in self._rows:
-            groups = [(plan.group(block, member_rows), cast(KVBuffer, plan.buffer)) for plan, member_rows in members]
-            self._rows[key] = BufferRows(groups)
+            self._rows[key] = BufferRows(
+                [
+                    (plan.group(block, member_rows, self._attends), cast(KVBuffer, plan.buffer))
+                    for plan, member_rows in members
+                ]
+            )
         return self._rows[key]
 
 
@@ -299,7 +308,8 @@ class RowTable:
 
     def __init__(self, runtime: PassRunner, width: int | None = None, n_slots: int = 0, longest: int = 0) -> None:
         self.windows = tuple(dict.fromkeys(runtime.windows))
-        self.tile = kernels.rows_of_tile(runtime.blocks[0].heads.n_groups)
+        n_groups = next(block.heads.n_groups for block in runtime.blocks if block.has_attention)
+        self.tile = kernels.rows_of_tile(n_groups)
         self.width, self.n_slots, self.longest = width, n_slots, longest
         self.n_tiles = [width or 0 for _ in self.windows]
         self.n_positions = min(n_slots, runtime.max_positions)
@@ -404,12 +414,17 @@ class TableRows:
     """Rows in a table for the kernels, for layers with the same device, window and rotation; see `blocks.LayerRows`.
 
     The kernel that stores keys and values also rotates keys and queries, if it supports the rotation.
+
+    Args: beside: the rows for a recurrence in parallel to attention; None: the layers have none.
     """
 
     rotation: RotaryTables | None = None
 
-    def __init__(self, runtime: PassRunner, table: RowTable, data: Tensor, block: Block) -> None:
-        self._table, self._data, self._devices = table, data, [layer_block.device for layer_block in runtime.blocks]
+    def __init__(
+        self, runtime: PassRunner, table: RowTable, data: Tensor, block: Block, beside: BufferRows | None = None
+    ) -> None:
+        self._table, self._data, self._beside = table, data, beside
+        self._places = [(other.index, other.device) for other in runtime.blocks if other.has_attention]
         self._view = table.windows.index(block.window)
         self._tables = runtime.rotation(block.layer_type, block.device, table.n_positions)
         rotated_late = block.head_norm == "rotated" and block.parts.q_norm is not None
@@ -420,14 +435,17 @@ class TableRows:
         raise NotImplementedError("a table of rows has no slots of a convolution's inputs")
 
     def recurrence_convolved(self, block: Block, inputs: Tensor) -> Tensor:
-        raise NotImplementedError("a table of rows has no states")
+        assert self._beside is not None
+        return self._beside.recurrence_convolved(block, inputs)
 
     def recurrence(self, block: Block, inputs: Tensor) -> Tensor:
-        raise NotImplementedError("a table of rows has no states")
+        assert self._beside is not None
+        return self._beside.recurrence(block, inputs)
 
     def attend(self, block: Block, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        table, devices, block_device = self._table, self._devices, block.device
-        layer, n_layers = devices[: block.index].count(block_device), devices.count(block_device)
+        # A buffer's block has the layers with attention on its device, in their order.
+        table, layers = self._table, [index for index, device in self._places if device == block.device]
+        layer, n_layers = layers.index(block.index), len(layers)
         rotation = None if self._tables is None else self._tables[:2]
         query = kernels.store(query, key, value, self._data, rotation, layer, n_layers)
         view, n_tiles = table.field(self._view), table.n_tiles[self._view]
@@ -441,6 +459,8 @@ class TableRows:
 class TablePlan:
     """Data shared by the layers of a forward pass when kernels read tables: one table per subset of its rows.
 
+    Token mixers other than attention are computed per sequence.
+
     Args: table, data: a table to use for all subsets, and its numbers on the device (None: tables are made).
     """
 
@@ -449,13 +469,18 @@ class TablePlan:
         self._given = None if table is None or data is None else (table, data)
         self._tables: dict[Hashable, tuple[RowTable, Tensor]] = {}
         self._rows: dict[Hashable, TableRows] = {}
+        self._per_sequence = BufferPlan(attends=False)
 
-    def rows(self, block: Block, members: Sequence[Member]) -> TableRows:
+    def rows(self, block: Block, members: Sequence[Member]) -> TableRows | BufferRows:
         """Return the rows of `members` as `block` sees them."""
+        if not block.has_attention:
+            return self._per_sequence.rows(block, members)
         table_key = (block.device, tuple((plan.first, variants) for plan, variants in members))
-        key = (table_key, block.window, block.layer_type)
+        key = (table_key, block.window, block.layer_type, block.n_taps)
         if key not in self._rows:
-            self._rows[key] = TableRows(self._runtime, *(self._given or self._table(table_key, block, members)), block)
+            beside = None if block.rule is None else self._per_sequence.rows(block, members)
+            table, data = self._given or self._table(table_key, block, members)
+            self._rows[key] = TableRows(self._runtime, table, data, block, beside)
         return self._rows[key]
 
     def _table(self, key: Hashable, block: Block, members: Sequence[Member]) -> tuple[RowTable, Tensor]:

@@ -157,12 +157,17 @@ class Runtime(RuntimeChecks):
         return max(1, sum(shape.n_values for shape in self._slots if shape) * self.dtype.itemsize)
 
     @property
+    def has_alike_attention(self) -> bool:
+        """Whether attention has one form in all layers that have it, and no layer computes more than its sub-layers."""
+        forms = {(block.heads, block.parts.v_norm is None) for block in self.blocks if block.has_attention}
+        usual = all(heads.latent is None and has_plain_values for heads, has_plain_values in forms)
+        return len(forms) <= 1 and usual and all(block.end is None for block in self.blocks)
+
+    @property
     def has_alike_layers(self) -> bool:
         """Whether all layers have one form: attention with keys of its own, an MLP, and nothing else."""
-        alike = {(block.heads, block.parts.v_norm is None) for block in self.blocks} == {(self.blocks[0].heads, True)}
-        alike &= self.blocks[0].heads.latent is None
-        usual = (b.has_attention and not b.n_taps and "mlp" in b.kinds and b.end is None for b in self.blocks)
-        return alike and all(usual)
+        usual = (block.has_attention and not block.n_taps and "mlp" in block.kinds for block in self.blocks)
+        return self.has_alike_attention and all(usual)
 
     def new_buffer(self, capacity: int, n_rows: int | None = None, lag: int = 0) -> KVBuffer:
         """Return a buffer for a sequence.

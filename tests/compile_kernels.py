@@ -147,6 +147,8 @@ def main() -> None:
         device.linear(meta(2 * ROWS, HIDDEN, dtype=dtype), meta(HIDDEN, HIDDEN, dtype=dtype))  # a wider tile
         device.norm(x, meta(HIDDEN, dtype=dtype), None, 1e-5, False, False)
         device.added_norm(x, x, meta(HIDDEN, dtype=dtype), None, 1e-5, False, False)
+        for width, gate_first in ((WIDTH, False), (HIDDEN, True)):  # a head's, and a group's of Mamba-2
+            device.gated_norm(x, x, meta(HIDDEN, dtype=dtype), 1e-5, width, gate_first)
         for activation in (device.SILU, device.GELU_TANH):
             device.gated(meta(ROWS, 2 * HIDDEN, dtype=dtype), activation)
         table = meta(5 + 6 + 64, ROWS, dtype=torch.int64)

@@ -134,6 +134,26 @@ if importlib.util.find_spec("triton") is not None:
         tl.store(out + row * n + at, x_row.to(out.dtype.element_ty), mask=mask)
 
     @triton.jit
+    def _gated_norm(
+        x, gates, weight, out, n, n_groups, eps, GATE_FIRST: tl.constexpr, WIDTH: tl.constexpr
+    ):  # fmt: skip
+        group = tl.program_id(0).to(tl.int64)
+        lane = tl.arange(0, WIDTH)
+        mask = lane < n
+        values = tl.load(x + group * n + lane, mask=mask, other=0.0).to(tl.float32)
+        gate = tl.load(gates + group * n + lane, mask=mask, other=0.0).to(tl.float32)
+        gate = gate * sigmoid(gate)
+        scale = tl.load(weight + (group % n_groups) * n + lane, mask=mask, other=0.0).to(tl.float32)
+        if GATE_FIRST:
+            values = values * gate
+        values = values * tl.rsqrt(tl.sum(values * values, axis=0) / n + eps)
+        # The models round to their dtype before they multiply by the weight.
+        values = values.to(out.dtype.element_ty).to(tl.float32) * scale
+        if GATE_FIRST == 0:
+            values = values * gate
+        tl.store(out + group * n + lane, values.to(out.dtype.element_ty), mask=mask)
+
+    @triton.jit
     def _gated(
         x, out, n, limit, slope, ACTIVATION: tl.constexpr, BY_TURNS: tl.constexpr, WIDTH: tl.constexpr
     ):  # fmt: skip
@@ -317,6 +337,21 @@ def _normed(
         WIDTH=triton.next_power_of_2(n),
     )  # fmt: skip
     return total, out
+
+
+@on_its_device
+def gated_norm(x: Tensor, gates: Tensor, weight: Tensor, eps: float, width: int, gate_first: bool) -> Tensor:
+    """Return RMS norms over each `width` values of `x` (…, n), gated by silu(gates) (…, n) before or after the norm.
+
+    Args: weight: (n,), or (m,) of which n is a multiple.
+    """
+    x, gates = x.contiguous(), gates.contiguous()
+    out = torch.empty_like(x)
+    _gated_norm[(x.numel() // width,)](
+        x, gates, weight, out, width, weight.numel() // width, eps, GATE_FIRST=gate_first,
+        WIDTH=triton.next_power_of_2(width),
+    )  # fmt: skip
+    return out
 
 
 @on_its_device

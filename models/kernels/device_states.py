@@ -17,7 +17,7 @@ from torch import Tensor
 from .device import on_its_device, runs
 
 if TYPE_CHECKING:
-    from ..state_rules import StateRule
+    from ..state_rules import StateForm, StateRule
 
 ROOT, OLDER, CARRIED = range(3)  # Where a move begins: at the root's state, the older one, or after the move before.
 FIELDS = 3  # Of a move in a table, before its tokens: where it begins, its row (-1: none), and whether its state stays.
@@ -167,9 +167,14 @@ if importlib.util.find_spec("triton") is not None:
         tl.store(root + at, stays_at, mask=mask)
 
 
+def supports(form: StateForm) -> bool:
+    """Tell whether the kernels take rows into states of these sizes."""
+    return max(form.key_width, form.value_width) <= WIDEST
+
+
 def computes(rule: StateRule, inputs: Tensor) -> bool:
     """Tell whether the kernels take rows with these inputs into states of a rule."""
-    return max(rule.form.key_width, rule.form.value_width) <= WIDEST and runs(inputs)
+    return supports(rule.form) and runs(inputs)
 
 
 @on_its_device

@@ -8,14 +8,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ..blocks import Block
 from ..rows import Pass
-from ..state_rules import DeltaRule, StateRule, StateSpace, ValueSteps
+from ..state_rules import StateSpace, ValueSteps
 from . import layout
 from .layout import Unsupported
+from .limits import norm_gating_of
 
 MOST_TAPS = 64  # Most tokens that a short convolution reads.
 WIDEST_STATE = 256  # Largest head dimension of a recurrence.
@@ -76,8 +76,7 @@ def recurrence_of(
     space = rule if isinstance(rule, StateSpace) else None
     if space is not None and block.head_order is not None:
         raise Unsupported("a state space whose heads lie in another order is computed by torch")
-    n_norms = 1 if isinstance(rule, DeltaRule) else form.n_heads * form.value_width // rule.norm_width
-    gating = _gating_of(norm, rule, n_norms)
+    gating = norm_gating_of(norm, rule)
     least, largest = (0.0, math.inf) if space is None else space.step_limits
     taps = rule.taps.t().float()
     decay, bias = -rule.log_decay.float().exp(), rule.step_bias.float()
@@ -115,30 +114,3 @@ def runs_of(order: Tensor) -> Tensor:
     starts = torch.cat((torch.zeros(1, dtype=torch.long), (order.diff() != 1).nonzero()[:, 0] + 1))
     lengths = torch.cat((starts, torch.tensor([len(order)]))).diff()
     return torch.stack((order[starts], lengths), dim=1)
-
-
-def _gating_of(norm: Any, rule: StateRule, n_norms: int) -> int:
-    """Tell by a probe how a module norms what heads read and gates it: as one of the kernels' ways.
-
-    Args:   n_norms: groups of values that are normed each by itself, with weights of their own.
-    Raises: Unsupported: it computes something else.
-    """
-    if norm is None:
-        return layout.GATED_ALONE
-    weight: Tensor = norm.weight.detach()
-    eps, width = getattr(norm, "variance_epsilon", None), rule.norm_width
-    if eps is not None and weight.shape == (n_norms * width,):
-        x = torch.linspace(-1.5, 1.5, 4 * n_norms * width).reshape(2, 2, n_norms * width).to(weight.dtype)
-        given = norm(x[0], x[1]).float()
-        value, gate = x[0].float(), F.silu(x[1].float())
-
-        def unit(values: Tensor) -> Tensor:
-            grouped = values.view(2, n_norms, width)
-            scale: Tensor = (grouped.square().mean(dim=-1, keepdim=True) + eps).rsqrt()
-            return (grouped * scale).flatten(1) * weight.float()
-
-        ways = {layout.GATED_BEHIND_NORM: unit(value) * gate, layout.GATED_BEFORE_NORM: unit(value * gate)}
-        for way, expected in ways.items():
-            if torch.allclose(given, expected, rtol=2e-2, atol=2e-2):
-                return way
-    raise Unsupported(f"a norm such as {type(norm).__name__} is computed by torch")

@@ -118,6 +118,7 @@ def test_every_kernel_is_launched_where_its_tensors_lie(monkeypatch: pytest.Monk
     device_attention.store(heads, heads, heads, table, (heads[0], heads[0]), 0, 1)
     device_attention.attend(heads, table, 5, 1, device_attention.SPLIT + 1, 0, 1, 4, 1.0)
     device.gated(x, device.SILU)
+    device.gated_norm(x, x, weight[0], 1e-6, 16, False)
     device_experts.choose(x, None, layout.Choosing(n_experts=64, n_chosen=2, n_groups=1, n_groups_chosen=1))
     shared = device_experts.shared_out(taken, 6)
     assert device_experts.expert_linear(x, maps, None, taken, *shared).shape == (4, 64)
@@ -132,6 +133,7 @@ def test_every_kernel_is_launched_where_its_tensors_lie(monkeypatch: pytest.Monk
     assert set(launched) == set(kernels) and not Guard.current
     assert launched["_chosen"] is x and launched["_shared_out"] is taken
     assert launched["_joined"] is launched["_coded"] is launched["_norm"] is launched["_gated"] is x
+    assert launched["_gated_norm"] is x
     assert launched["_updates"] is launched["_taken"] is state
     assert launched["_store"] is launched["_attend"] is launched["_merge"] is heads
 

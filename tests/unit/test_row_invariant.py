@@ -266,6 +266,43 @@ def test_rows_of_a_tree_have_the_bits_of_a_chain(family: str) -> None:
     close(prefilled, reference.prefill(prompt, reference.new_buffer(64)), torch.float32)
 
 
+_STATE_AND_ATTENTION = {"layer_types": ["linear_attention", "full_attention"]}
+# Types with other token mixers than attention, and what makes two layers of whole vectors of each.
+HYBRIDS: dict[str, dict[str, Any]] = {
+    "lfm2": {"layer_types": ["conv", "full_attention"]},
+    "falcon_h1:norm": {},
+    "falcon_h1:gate": {},
+    "falcon_h1": {},
+    "qwen3_5_text": _STATE_AND_ATTENTION,
+    "qwen3_next": {**_STATE_AND_ATTENTION, "shared_expert_intermediate_size": 64},
+    "qwen3_5_moe_text": {**_STATE_AND_ATTENTION, "shared_expert_intermediate_size": 64},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"], "moe_intermediate_size": 32},
+    "bamba": {},
+    "granitemoehybrid": {},
+    "nemotron_h": {"layers_block_type": ["linear_attention", "moe"], "moe_shared_expert_intermediate_size": 64},
+    "mamba2": {},
+    "mamba": {},
+    "jamba": {"attn_layer_period": 2},
+}
+DEFAULT_HYBRIDS = ("lfm2", "falcon_h1:norm")
+
+
+@pytest.mark.usefixtures("few_steps")
+@pytest.mark.parametrize(
+    "family", [name if name in DEFAULT_HYBRIDS else pytest.param(name, marks=pytest.mark.families) for name in HYBRIDS]
+)
+def test_rows_with_states_have_the_bits_of_a_chain_and_of_a_text(family: str) -> None:
+    shape: dict[str, Any] = {"num_hidden_layers": 2, "intermediate_size": 64, **HYBRIDS[family]}
+    runtime, reference = (here(tiny_runtime(family, torch.float32, **shape)) for _ in range(2))
+    assert any(block.n_taps for block in runtime.blocks)
+    assert make_row_invariant(runtime) is None and runtime.exact
+    prompt, chain = [5, 9, 2, 7], [3, 8]
+    prefilled, steps, rows, _ = in_steps_and_in_a_tree(runtime, prompt, chain)
+    assert torch.equal(rows, torch.stack(steps))
+    assert torch.equal(runtime.prefill([*prompt, *chain], runtime.new_buffer(64)), steps[-1])
+    close(prefilled, reference.prefill(prompt, reference.new_buffer(64)), torch.float32)
+
+
 @pytest.mark.usefixtures("few_steps")
 @pytest.mark.parametrize("family", [*FAMILIES, "qwen2", "phi3", "gpt_neox"])
 def test_a_layer_in_fewer_kernels_is_the_models_and_leaves_its_modules_alone(family: str) -> None:
