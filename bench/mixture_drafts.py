@@ -201,11 +201,13 @@ def value_of(
             for event in events:
                 if isinstance(event, Turn):
                     completions.append(event.completion)
-                elif not isinstance(event, Prefilled | Round) or event.context.finish is not None:
-                    continue
-                elif len(event.context.generated) - n_scored >= WINDOW:
-                    n_scored = len(event.context.generated)
-                    scores += alone(score_window(event.context, [draft], WINDOW))
+                elif isinstance(event, Prefilled | Round):
+                    n_generated, is_done = len(event.context.generated), event.context.finish is not None
+                    window = min(WINDOW, n_generated - n_scored)
+                    if window == WINDOW or (is_done and window):
+                        start = len(event.context.token_ids) - n_generated + n_scored
+                        scores += alone(score_window(event.context, [draft], window, start))
+                        n_scored += window
     widths: dict[int, int] = {}
     for n_rows, n in chain.from_iterable(completion.verified_widths.items() for completion in completions):
         widths[n_rows] = widths.get(n_rows, 0) + n

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from operator import mul
 
 import torch
 from torch import Tensor
@@ -101,19 +102,38 @@ def _window_score(context: Context, logits: Tensor, first_position: int) -> Wind
 
 @dataclass(slots=True)
 class Replay:
-    """Totals of replayed rounds of drafting: tokens, draft steps, and target passes per number of rows."""
+    """Mean totals of replayed rounds of drafting: tokens, draft steps, and target passes per number of rows."""
 
-    tokens: int = 0
-    draft_steps: int = 0
-    widths: dict[int, int] = field(default_factory=dict)
+    tokens: float = 0.0
+    draft_steps: float = 0.0
+    widths: dict[int, float] = field(default_factory=dict)
+
+
+def rounds_by_start(tokens_of_rounds: Sequence[int]) -> list[float]:
+    """Return how many rounds begin at each position of a window while as many tokens as it has are generated.
+
+    A round begins where the last one ended, which is more often before a miss than any position is. The window wraps
+    around, and the result is the mean over all positions at which the first round can begin.
+
+    Args: tokens_of_rounds: how many tokens a round from each position gives.
+    """
+    n_positions = len(tokens_of_rounds)
+    counts = [0] * n_positions
+    for first in range(n_positions):
+        n_tokens = 0
+        while n_tokens < n_positions:
+            start = (first + n_tokens) % n_positions
+            counts[start] += 1
+            n_tokens += tokens_of_rounds[start]
+    return [count / n_positions for count in counts]
 
 
 def replay(scores: Iterable[WindowScore], settings: SwiftSettings) -> Replay:
-    """Replay SWIFT's rounds over windows, one round from every position; windows wrap around.
+    """Replay SWIFT's rounds over windows; see `rounds_by_start`.
 
     A position is accepted if the generated token is the draft's argmax, or, as a side leaf that ends the round, among
-    the candidates that its confidence offers. Starting everywhere, not where the last round ended, makes as many rounds
-    of a window as it has tokens. Where drafts are read late, each has one step more, and the last one no side leaves.
+    the candidates that its confidence offers. Where drafts are read late, each has one step more, and the last one no
+    side leaves.
 
     DEVIATION: after a miss the draft continues with the confidences it had on the true text, as its own continuation
     was not computed.
@@ -121,6 +141,7 @@ def replay(scores: Iterable[WindowScore], settings: SwiftSettings) -> Replay:
     totals = Replay()
     for score in scores:
         n_positions = len(score.ranks)
+        rounds: list[tuple[int, int, int]] = []  # Tokens, draft steps and rows of the round from each position.
         for start in range(n_positions):
             steps, accepted, rows, on_path, is_stopped = 0, 0, 1, True, False
             while True:
@@ -137,9 +158,12 @@ def replay(scores: Iterable[WindowScore], settings: SwiftSettings) -> Replay:
                 on_path = on_path and score.ranks[position] == 0
                 if is_last_step:
                     break
-            totals.tokens += accepted + 1
-            totals.draft_steps += steps
-            totals.widths[rows] = totals.widths.get(rows, 0) + 1
+            rounds.append((accepted + 1, steps, rows))
+        counts = rounds_by_start([n_tokens for n_tokens, _, _ in rounds])
+        for count, (n_tokens, steps, rows) in zip(counts, rounds, strict=True):
+            totals.tokens += count * n_tokens
+            totals.draft_steps += count * steps
+            totals.widths[rows] = totals.widths.get(rows, 0.0) + count
     return totals
 
 
@@ -152,7 +176,7 @@ def swift_speedup(
 
 
 def adaptive_speedup(score: WindowScore, layer_set: LayerSet, costs: CostProfile) -> float:
-    """Return the speedup of adaptive chains over a window, one chain from every position; the window wraps around.
+    """Return the speedup of adaptive chains over a window; see `rounds_by_start`.
 
     A chain continues while the chance that its next token is accepted exceeds λ times that step's cost; λ is the
     speedup of such chains, found by fixed-point iteration. Where drafts are read late, the latest token's chance is not
@@ -165,25 +189,28 @@ def adaptive_speedup(score: WindowScore, layer_set: LayerSet, costs: CostProfile
     chances = [acceptance.of(confidence) for confidence in score.confidences]
     usual_acceptance = acceptance.overall.value
     for _ in range(LAMBDA_ROUNDS):
-        tokens, cost = 0, 0.0
+        tokens_of_rounds, costs_of_rounds = list[int](), list[float]()
         for start in range(n_positions):
             # `expected_chance` is the chance that the next token is accepted.
             length, is_right, chain_chance, expected_chance = 0, True, 1.0, usual_acceptance
+            n_tokens = 1
             while length < min(n_positions, MAX_CHAIN_LENGTH):
                 step_cost = pass_costs.draft(1) + pass_costs.verify(length + 2) - pass_costs.verify(length + 1)
                 if expected_chance < tokens_per_cost * step_cost:
                     break
                 position = (start + length) % n_positions
                 is_right = is_right and score.ranks[position] == 0
-                tokens += is_right
+                n_tokens += is_right
                 chance_before, chain_chance = chain_chance, chain_chance * chances[position]
                 expected_chance = (
                     chance_before * usual_acceptance**2 if score.reads_late else chain_chance * usual_acceptance
                 )
                 length += 1
-            tokens += 1
-            cost += length * pass_costs.draft(1) + pass_costs.verify(length + 1)
-        tokens_per_cost = tokens / cost
+            tokens_of_rounds.append(n_tokens)
+            costs_of_rounds.append(length * pass_costs.draft(1) + pass_costs.verify(length + 1))
+        counts = rounds_by_start(tokens_of_rounds)
+        n_tokens_of_all, cost_of_all = (sum(map(mul, counts, part)) for part in (tokens_of_rounds, costs_of_rounds))
+        tokens_per_cost = n_tokens_of_all / cost_of_all
     return tokens_per_cost
 
 

@@ -30,7 +30,7 @@ def test_value_of_drafts_with_fewer_experts_is_as_predicted(monkeypatch: pytest.
     monkeypatch.delenv("SWIFTOPT_CACHE_DIR", raising=False)
     runtime = load(str(trained()), dtype="auto", device="cpu")
     session = Session(runtime, Sampling(), 96, ignore_eos=True)
-    prompts = read_stream(str(EXAMPLES / "stream.jsonl"), limit=4)
+    prompts = read_stream(str(EXAMPLES / "stream.jsonl"), limit=16)
     for number in (2, 1):
         draft = LayerSet(runtime.n_layers, experts=(("mlp", number),))
         value = value_of(session, prompts, draft, unit_costs(runtime), FIXED_DRAFTS)

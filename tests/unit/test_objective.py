@@ -13,7 +13,7 @@ from swiftopt.core.costs import CostProfile, FormatCosts, expected_of, published
 from swiftopt.core.layer_sets import LayerSet
 from swiftopt.core.settings import SwiftSettings
 from swiftopt.core.types import Completion
-from swiftopt.optimizer.evaluation import WindowScore, adaptive_speedup, objective, replay
+from swiftopt.optimizer.evaluation import WindowScore, adaptive_speedup, objective, replay, rounds_by_start
 
 CHAIN = SwiftSettings(dynamic_verification=False)
 
@@ -26,35 +26,55 @@ def test_replay_counts_a_perfect_confident_window_by_hand() -> None:
     """Ten positions, all right, all sure: every round drafts N_D = 4 tokens and gains the bonus token."""
     score = WindowScore((0,) * 10, (0.99,) * 10)
     played = replay([score], SwiftSettings(max_draft_length=4, dynamic_verification=False))
-    assert (played.tokens, played.draft_steps, played.widths) == (50, 40, {5: 10})
+    assert (played.tokens, played.draft_steps) == pytest.approx((10, 8)) and played.widths == pytest.approx({5: 2})
 
 
 def test_replay_stops_after_the_first_unsure_token_which_stays() -> None:
     score = WindowScore((0, 0), (0.99, 0.1))
     played = replay([score], CHAIN)
-    # from position 0: sure, unsure -> 2 steps, 3 tokens; from position 1: unsure -> 1 step, 2 tokens
-    assert (played.tokens, played.draft_steps, played.widths) == (5, 3, {3: 1, 2: 1})
+    # From position 0: sure, unsure -> 2 steps, 3 tokens; from position 1: unsure -> 1 step, 2 tokens; half of each.
+    assert (played.tokens, played.draft_steps, played.widths) == (2.5, 1.5, {3: 0.5, 2: 0.5})
+
+
+def test_rounds_begin_where_the_last_one_ended() -> None:
+    """From 0, 1 and 2: one round; from 3: a round of one token, then one from 0."""
+    assert rounds_by_start([4, 5, 4, 1]) == [2 / 4, 1 / 4, 1 / 4, 1 / 4]
+
+
+def test_replay_of_clustered_misses_is_what_rounds_in_turn_give() -> None:
+    """The mean over all positions would be 2.4 tokens a round: few positions lie right before a miss."""
+    misses = [0] * 12 + [1] * 4
+    score = WindowScore(tuple(misses * 8), (0.99,) * 128)
+    played = replay([score], SwiftSettings(max_draft_length=3, dynamic_verification=False))
+    position, n_tokens, n_rounds = 0, 0, 0
+    while n_rounds < 1000:
+        accepted = next((i for i in range(3) if misses[(position + i) % 16]), 3)
+        position, n_tokens, n_rounds = position + accepted + 1, n_tokens + accepted + 1, n_rounds + 1
+    assert played.tokens / sum(played.widths.values()) == pytest.approx(n_tokens / n_rounds, rel=0.02)
 
 
 def test_replay_credits_a_side_leaf_once_and_nothing_behind_it() -> None:
     score = WindowScore((4, 0), (0.6, 0.6))  # five candidates at confidence 0.6: rank 4 is the last of them
     played = replay([score], SwiftSettings())
-    assert played.tokens == 2 + 2 and played.draft_steps == 2 and played.widths == {6: 2}
+    assert (played.tokens, played.draft_steps, played.widths) == (2, 1, {6: 1})
     missed = replay([WindowScore((5, 0), (0.6, 0.6))], SwiftSettings())
-    assert missed.tokens == 1 + 2
+    assert missed.tokens == 1 / 2 + 2  # A round from 0 gives one token, and one from 1 follows it.
 
 
 def test_replay_of_drafts_that_are_read_late_has_one_step_more_without_side_leaves() -> None:
     score = WindowScore((0, 0, 0, 4), (0.99, 0.1, 0.99, 0.6), reads_late=True)
     played = replay([score], CHAIN)
     # from 0: sure, unsure, sure; from 1: unsure, sure; from 2: sure, unsure (a miss), sure; from 3: unsure, sure
-    assert (played.tokens, played.draft_steps, played.widths) == (4 + 3 + 2 + 1, 10, {4: 2, 3: 2})
+    # Of 4, 3, 2 and 1 tokens; from 1, 2 and 3 on a round from 0 follows.
+    assert played.tokens == 4 + (3 + 2 + 1) / 4 and played.draft_steps == 3 + (2 + 3 + 2) / 4
+    assert played.widths == {4: 1 + 1 / 4, 3: 2 / 4}
     branched = replay([score], SwiftSettings())
     # from 2 the unsure token's rank is among its five candidates; 0.99 offers one, 0.1 ten
-    assert branched.tokens == 4 + 3 + 3 + 2 and branched.draft_steps == 10
-    assert branched.widths == {1 + 1 + 10 + 1: 1, 1 + 10 + 1: 1, 1 + 1 + 5 + 1: 1, 1 + 5 + 1: 1}
+    # Of 4, 3, 3 and 2 tokens; after 1 comes 0, and after 2 and 3 comes 1.
+    assert branched.tokens == (2 * 4 + 3 * 3 + 3 + 2) / 4 and branched.draft_steps == (2 * 3 + 3 * 2 + 3 + 2) / 4
+    assert branched.widths == {1 + 1 + 10 + 1: 2 / 4, 1 + 10 + 1: 3 / 4, 1 + 1 + 5 + 1: 1 / 4, 1 + 5 + 1: 1 / 4}
     longest = replay([score], SwiftSettings(max_draft_length=1))
-    assert longest.draft_steps == 4 and longest.widths == {2: 4}
+    assert longest.draft_steps == 2.5 and longest.widths == {2: 2.5}
 
 
 def test_adaptive_drafts_that_are_read_late_are_worth_less_where_confidence_tells_of_acceptance() -> None:
@@ -71,7 +91,7 @@ def test_replay_never_accepts_more_than_it_drafts(window: list[tuple[int, float]
     score = WindowScore(tuple(rank for rank, _ in window), tuple(confidence for _, confidence in window))
     played = replay([score], SwiftSettings())
     rounds = sum(played.widths.values())
-    assert rounds == len(window) <= played.tokens <= rounds + played.draft_steps
+    assert rounds <= len(window) <= played.tokens <= rounds + played.draft_steps + 1e-9
     assert all(n_rows <= 1 + 10 * SwiftSettings().max_draft_length for n_rows in played.widths)
 
 
