@@ -18,7 +18,7 @@ from transformers import LogitsProcessor
 
 from ..core.errors import InvalidInput, ParametersError, SchemaError
 from ..core.json_schemas import has_arguments, relax
-from .json_grammar import LIMITS, json_grammar, line, problem_of
+from .json_grammar import LIMITS, advised, json_grammar, problem_of
 
 MAX_VOCABULARIES = 4  # Maximum tokenizers cached in llguidance's form.
 MAX_GRAMMARS = 64  # Maximum compiled grammars in the cache.
@@ -64,7 +64,7 @@ class Grammar:
             call_rules.append(f'{_quote(call_prefix)} arguments_{len(schema_rules)} "}}"')
             schema_rules.append(f"arguments_{len(schema_rules)}: %json {json.dumps(schema)}")
         source = LLMatcher.grammar_from_lark("\n".join([f"start: {' | '.join(call_rules)}", *schema_rules]))
-        if problem := problem_of(source):
+        if problem := problem_of(source, "offer fewer, or simplify their parameters"):
             raise ParametersError(f"the tools cannot be used together: {problem}", "tools")
         return cls(source, "the grammar of the tools")
 
@@ -75,7 +75,7 @@ class Grammar:
         Raises: InvalidInput: it cannot be compiled, or takes too much work.
         """
         source = LLMatcher.grammar_from_regex(pattern)
-        if problem := problem_of(source):
+        if problem := problem_of(source, "correct or simplify it"):
             raise InvalidInput(f"the regular expression cannot be used: {problem}")
         return cls(source, "the regular expression")
 
@@ -149,7 +149,8 @@ class GrammarMask(LogitsProcessor):
     def _check_matcher(self) -> None:
         """Raise InvalidInput if the grammar took too much work: the matcher would take no further token."""
         if self.matcher.is_error():
-            raise InvalidInput(f"the grammar cannot be followed any further: {line(self.matcher.get_error())}")
+            problem = advised(self.matcher.get_error(), "use a simpler schema or expression")
+            raise InvalidInput(f"the grammar cannot be followed any further: {problem}")
 
     def _move_matcher(self, generated: Sequence[int], n_known: int) -> bool:
         """Advance the matcher past `n_known` committed tokens and `generated`; return whether it accepts them all.
@@ -192,7 +193,8 @@ def _matcher(vocabulary: LLTokenizer, source: str, words: str) -> LLMatcher:
     """Return a grammar's initial matcher, which callers must copy; raise InvalidInput if it does not compile."""
     matcher = LLMatcher(vocabulary, source, log_level=0, limits=LIMITS)
     if matcher.is_error():
-        raise InvalidInput(f"{words} cannot be used with this model's tokens: {line(matcher.get_error())}")
+        problem = advised(matcher.get_error(), "use a simpler one, or decode without it")
+        raise InvalidInput(f"{words} cannot be used with this model's tokens: {problem}")
     return matcher
 
 
@@ -205,6 +207,5 @@ def _vocabulary(tokenizer: Any, n_vocab: int, stop_token_ids: tuple[int, ...]) -
         n_tokens = max(n_vocab, tokenizer.backend_tokenizer.get_vocab_size(with_added_tokens=True))
         return from_tokenizer(tokenizer, n_tokens, list(stop_token_ids))
     except (AttributeError, ValueError) as error:
-        raise InvalidInput(
-            f"llguidance cannot read this model's tokenizer ({line(str(error))}): decode without a grammar"
-        ) from error
+        problem = advised(str(error), "decode without a grammar")
+        raise InvalidInput(f"no grammar can be used with this model's tokenizer: {problem}") from error

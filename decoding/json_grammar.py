@@ -38,11 +38,12 @@ MAX_NAMES = 64  # Maximum names that a pattern may expand to.
 MAX_STEPS = 2048  # Maximum prefixes tried while expanding a pattern to names.
 EXCERPT = re.compile(r"^ *\d+ \|.*", re.MULTILINE | re.DOTALL)
 CONTROL = re.compile(r"\\u00(?:[01]|7f)")  # Matches control characters, which JSON can write only as \uXXXX.
-WORDS = {  # llguidance's error message -> ours.
+WORDS = {  # llguidance's error message -> ours, which has its own advice.
     r"Unimplemented keys: \[(.*)\]": r"\1 cannot be enforced: remove it, or set strict to false",
     r"oneOf constraints are not supported\..*": "oneOf of schemas that may share a value is not supported: use anyOf",
     r"(Resource '.*') is not present in a registry.*": r"\1 is not in the schema: add it to $defs",
 }
+ADVICE = "change or simplify this part"  # For any other message about a schema.
 
 
 def json_grammar(schema: Schema) -> dict[str, Any]:
@@ -54,22 +55,29 @@ def json_grammar(schema: Schema) -> dict[str, Any]:
     Raises: SchemaError: it cannot be compiled, or needs too much work; the message names the part.
     """
     adapted = _rewrite(schema)
-    if problem := problem_of(_to_grammar(adapted)):
+    if problem := problem_of(_to_grammar(adapted), ADVICE):
         raise SchemaError(f"the JSON schema cannot be used, at {_find_problem_path(schema, problem)}: {problem}")
     return adapted
 
 
-def problem_of(source: str) -> str:
-    """Return the reason why a grammar cannot be compiled; "" if it can."""
-    return f"more than {MAX_CHARACTERS} characters" if len(source) > MAX_CHARACTERS else _compile_problem(source)
+def problem_of(source: str, advice: str) -> str:
+    """Return what to do about a grammar that cannot be compiled, and why it cannot; "" if it can."""
+    if len(source) > MAX_CHARACTERS:
+        return f"{advice} (as a grammar it has more than {MAX_CHARACTERS} characters)"
+    return advised(message, advice) if (message := _compile_error(source)) else ""
 
 
-def line(message: str) -> str:
-    """Return llguidance's message on one line, without its excerpt of the grammar and its state."""
-    problem_text = " ".join(EXCERPT.sub("", message).partition("<state>")[0].split())
-    for pattern, own_words in WORDS.items():
-        problem_text = re.sub(pattern, own_words, problem_text)
-    return problem_text
+def advised(message: str, advice: str) -> str:
+    """Return our words for llguidance's message, or the advice with the message in parentheses.
+
+    The message is cut to one line, without its excerpt of the grammar and its state.
+    """
+    text = " ".join(EXCERPT.sub("", message).partition("<state>")[0].split())
+    for pattern, words in WORDS.items():
+        worded, n_changes = re.subn(pattern, words, text)
+        if n_changes:
+            return worded
+    return f"{advice} (llguidance: {text})"
 
 
 def _rewrite(schema: Schema) -> dict[str, Any]:
@@ -112,7 +120,7 @@ def _find_problem_path(schema: Schema, problem: str) -> str:
         part_path, part = next_part
         source = _to_grammar(_rewrite({**definitions, **part}))
         n_left -= len(source)
-        if problem_of(source) == problem:
+        if problem_of(source, ADVICE) == problem:
             path, inner_parts = f"{path}/{_json_pointer(part_path)}", parts(part)
     return path
 
@@ -210,13 +218,14 @@ def _byte_tokenizer() -> LLTokenizer:
 @lru_cache(maxsize=MAX_GRAMMARS)
 def _is_enforced_format(name: str) -> bool:
     """Return whether llguidance enforces a `format` of that name."""
-    return not problem_of(LLMatcher.grammar_from_json_schema({"type": "string", "format": name}))
+    return not _compile_error(LLMatcher.grammar_from_json_schema({"type": "string", "format": name}))
 
 
 @lru_cache(maxsize=MAX_GRAMMARS)
-def _compile_problem(source: str) -> str:
+def _compile_error(source: str) -> str:
+    """Return llguidance's message about a grammar that cannot be compiled; "" if it can."""
     is_error, messages = LLMatcher.validate_grammar_with_warnings(source, limits=LIMITS)
-    return line(messages[0]) if is_error else ""
+    return messages[0] if is_error else ""
 
 
 def _json_pointer(place: Place) -> str:
