@@ -11,6 +11,7 @@ import json
 import re
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from ..core.answer_forms import FORMS, NAME, NO_FORM, AnswerForm
@@ -83,7 +84,8 @@ class ToolParser:
             return rest
         self.is_cut = True
         if (cut_call := _CUT_CALL.match(rest)) is not None:
-            self._add(json.loads(cut_call[1]), cut_call[2])
+            with suppress(ValueError):  # A lossy method may write a name that is not JSON.
+                self._add(json.loads(cut_call[1]), cut_call[2])
         return ""
 
     def _drop_end(self) -> None:

@@ -1,7 +1,7 @@
-"""Layer sets over HTTP: one lookup, many at once, lists.
+"""Layer sets over HTTP: single lookups, batches of lookups, and lists.
 
-Lookups must be fast: answers are encoded once, one query checks every half second which of them are still valid, and
-equal concurrent queries share one database query.
+Lookups must be fast. So answers are encoded once, one query every half second checks which of them are still valid, and
+equal concurrent lookups share a database query.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from .middleware import Shared
 from .schemas import Depth, Word
 
 FRESH_S = 0.5  # Age in seconds from which a cached answer is checked in the background.
-LONGEST_S = 2.0  # Age in seconds from which a cached answer is not used any more.
+LONGEST_S = 2.0  # Age in seconds from which a cached answer is no longer used.
 MAX_ANSWERS = 10_000
 MAX_QUERIES = 1000
-THREADS = 4  # Threads reserved for cache misses, so that slow requests elsewhere do not delay lookups.
+THREADS = 4  # Threads reserved for cache misses, so that other slow requests do not delay lookups.
 BUCKETS_S = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0, 5.0)
 CACHE_CONTROL = "max-age=1"
 
@@ -86,20 +86,18 @@ Answer = dict[str, Any] | SwiftoptError
 
 
 def find_plans(store: Store, queries: Sequence[LookupQuery]) -> list[Answer]:
-    """Return an object per lookup, or its error; all lookups of a model share one database query.
+    """Return the JSON object of each lookup, or its error; lookups that differ only in the task share a query.
 
-    Raises: StoreUnavailable: the database is away.
+    Raises: StoreUnavailable: the database is unreachable.
     """
     tasks: dict[LookupQuery, list[str]] = {}  # Tasks of queries that differ only in the task, by the first query.
     for query in queries:
         if query.version is None:
             tasks.setdefault(query.model_copy(update={"task": ""}), []).append(query.task)
     plans = {
-        of_model: store.lookup_many(
-            of_model.model, names, of_model.device, of_model.dtype, of_model.engine or of_model.alias
-        )
-        for of_model, names in tasks.items()
-        if len(names) > 1  # Single ones are looked up below.
+        query: store.lookup_many(query.model, names, query.device, query.dtype, query.engine or query.alias)
+        for query, names in tasks.items()
+        if len(names) > 1  # Single lookups follow below.
     }
     return [
         _find_plan(store, query, plans.get(query.model_copy(update={"task": ""}), {}).get(query.task))
@@ -108,7 +106,10 @@ def find_plans(store: Store, queries: Sequence[LookupQuery]) -> list[Answer]:
 
 
 def _find_plan(store: Store, query: LookupQuery, plan: FoundPlan | None) -> Answer:
-    """Return the object of a lookup with the result `plan`; None: look it up, for an error that says what is stored."""
+    """Return the JSON object of a lookup, or its error, which says what is stored.
+
+    Args: plan: the result if it is known; None: look it up.
+    """
     try:
         if query.version is not None:
             plan = store.plan(query.model, query.task, query.version)
@@ -124,7 +125,7 @@ def _find_plan(store: Store, query: LookupQuery, plan: FoundPlan | None) -> Answ
 
 @dataclass(frozen=True, slots=True)
 class CachedAnswer:
-    """The body for a query, or the problem, read at `read_at_s` (monotonic clock) when the model was in `state`."""
+    """The encoded answer or problem of a query, read at `read_at_s` (monotonic clock) in the model's `state`."""
 
     status: int
     media_type: str
@@ -146,13 +147,13 @@ Loaded = dict[LookupQuery, CachedAnswer | SwiftoptError]  # The result of each q
 
 
 class LookupCache:
-    """Calls `find_answers` in a thread, once for equal concurrent queries; NotFound is cached as an answer, too.
+    """Cached answers. `find_answers` runs in a thread, once for equal concurrent queries.
 
-    One database query, `states_of`, tells for all recently requested models whether an alias has moved. It runs in the
-    background, so few requests wait for the database: an answer is looked up again only if its task is among
-    `tasks_moved` since, and every REREAD_S.
+    One database query in the background, `states_of`, reads for all recently requested models whether an alias has
+    moved. So few requests wait for the database: an answer is looked up again only if its task is among `tasks_moved`
+    since, and every REREAD_S. NotFound is cached like an answer.
 
-    Raises: SwiftoptError: any other error of a query; it is not cached.
+    Raises: SwiftoptError: any other error of a query, which is not cached.
     """
 
     def __init__(
@@ -173,7 +174,7 @@ class LookupCache:
         )
 
     async def get(self, queries: Sequence[LookupQuery]) -> list[CachedAnswer]:
-        """Return answers at most `LONGEST_S` old; after `FRESH_S` the models' states are read in the background."""
+        """Return answers at most `LONGEST_S` old; from `FRESH_S` on, read the models' states in the background."""
         now_s, distinct = time.monotonic(), dict.fromkeys(queries)
         self._asked_at_s |= dict.fromkeys((query.model for query in distinct), now_s)
         age_s = max((self._age_s(query, now_s) for query in distinct if query in self._cached), default=0.0)
@@ -181,7 +182,7 @@ class LookupCache:
             self._checking = asyncio.create_task(self._check())
             self._checking.add_done_callback(self._checked)
         if age_s >= LONGEST_S and self._checking is not None:
-            # Shielded: a caller that disconnects must not cancel the queries for others.
+            # Shield the task, because a caller that disconnects must not cancel it for others.
             await asyncio.shield(self._checking)
         absent = {query for query in distinct if self._age_s(query, now_s) >= LONGEST_S}
         old = {query for query in distinct.keys() - absent if now_s >= self._cached[query].read_at_s + REREAD_S}
@@ -197,17 +198,17 @@ class LookupCache:
         return [_unless_error(answers[query]) for query in queries]
 
     def _age_s(self, query: LookupQuery, now_s: float) -> float:
-        """Return the seconds since an answer was known to be current; infinity without an answer."""
+        """Return the seconds since an answer was last known to be current; infinity without an answer."""
         if (answer := self._cached.get(query)) is None:
             return math.inf
         checked = self._states.get(query.model)
-        # A missing version may be stored later without any move of an alias.
+        # A missing version may be stored later without a move of an alias.
         if checked is None or checked.state != answer.state or (query.version is not None and answer.status != 200):
             return now_s - answer.read_at_s
         return now_s - max(answer.read_at_s, checked.read_at_s)
 
     async def _check(self) -> None:
-        """Read the states of recently requested models, and keep the answers that no move affects."""
+        """Read the states of recently requested models, and confirm the answers that no move of an alias affects."""
         lately_s = time.monotonic() - REREAD_S
         self._asked_at_s = {model: asked_s for model, asked_s in self._asked_at_s.items() if asked_s >= lately_s}
         models = list(self._asked_at_s)
@@ -219,7 +220,7 @@ class LookupCache:
         self._states = states
 
     def _read_states(self, models: Sequence[str]) -> tuple[dict[str, CheckedState], dict[str, Collection[str]]]:
-        """Return the models' states, and for models with few changes the tasks moved since the previous state."""
+        """Return the models' states, and for models with few changes the tasks that moved since the previous one."""
         now_s = time.monotonic()  # The states' age counts from before the query.
         states, moved = dict[str, CheckedState](), dict[str, Collection[str]]()
         for model, state in {**dict.fromkeys(models), **self._states_of(models)}.items():
@@ -237,11 +238,15 @@ class LookupCache:
                 self._cached[query] = answer
         while len(self._cached) > MAX_ANSWERS:
             del self._cached[next(iter(self._cached))]  # Drop the oldest answer.
+        # `_check` forgets models, but runs only if a query is repeated.
+        if len(self._asked_at_s) > 2 * MAX_ANSWERS:
+            models = {query.model for query in self._cached}
+            self._asked_at_s = {model: self._asked_at_s[model] for model in models & self._asked_at_s.keys()}
         return loaded
 
     def _read_answers(self, queries: Sequence[LookupQuery]) -> Loaded:
         now_s = time.monotonic()
-        # Read the state before the answers: an answer newer than its state is only read once more.
+        # Read the state before the answers: an answer newer than its state is only read once more than needed.
         states = self._states_of(list({query.model for query in queries}))
         answers = self._find_answers(queries)
         return {
@@ -264,7 +269,7 @@ class LookupCache:
 
 
 def _retrieve(task: asyncio.Task[Any]) -> None:
-    """Retrieve a task's exception, so that asyncio does not warn if every caller has disconnected."""
+    """Retrieve a task's exception, because asyncio would log it if every caller has disconnected."""
     if not task.cancelled():
         task.exception()
 
@@ -337,7 +342,7 @@ async def layer_set(
 
 @router.post("/layer-sets:lookup", operation_id="lookup", response_model=LookupAnswers)
 async def lookup(cache: Cache, body: Batch) -> Response:
-    """Up to 1000 lookups at once; each result is a plan or a problem object, in the same order."""
+    """Up to 1000 lookups at once; the answers are plans or problem objects, in the same order."""
     bodies = b",".join(answer.body for answer in await cache.get(body.queries))
     return Response(b'{"schema": "swiftopt.lookup/1", "answers": [' + bodies + b"]}", media_type="application/json")
 
@@ -348,7 +353,7 @@ def layer_sets(
     model: Annotated[Word | None, Query(description="A name or fingerprint of a model.")] = None,
     task: Annotated[Word | None, Query(description="A task.")] = None,
 ) -> Response:
-    """The stored versions of a model, a task, both or all, newest first."""
+    """The stored versions of a model, of a task, of both or of all, the newest first."""
     versions = LayerSetList(tuple(app.store.layer_sets(model, task)))
     return Response(json.dumps(versions.to_json()), media_type="application/json")
 

@@ -324,6 +324,21 @@ def test_equal_lookups_at_once_are_one_query(store: Store) -> None:
     asyncio.run(many())
 
 
+def test_models_that_are_looked_up_once_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    import asyncio
+
+    monkeypatch.setattr("swiftopt.server.lookups.MAX_ANSWERS", 3)
+
+    async def ask() -> None:
+        cache = LookupCache(lambda queries: [{"model": query.model} for query in queries], lambda _: {}, lambda *_: ())
+        for i in range(20):
+            await cache.get([LookupQuery(model=f"m{i}", task="t")])
+        assert len(cache._cached) == 3 and {"m19", "m18", "m17"} <= {*cache._asked_at_s}
+        assert len(cache._asked_at_s) <= 7
+
+    asyncio.run(ask())
+
+
 def test_no_lookup_waits_while_the_states_of_all_models_are_read_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     import asyncio
 

@@ -127,6 +127,7 @@ def test_arguments_are_json_that_can_be_sent(written: str, told: str | None) -> 
         ('{"name": "add", "arguments": {"a": 1', '{"a": 1'),
         ('{"name": "add", "arguments":', ""),
         ('{"name": "ad', None),
+        ('{"name": "a\\d", "arguments": {"a": 1', None),
     ],
 )
 def test_forced_call_that_is_cut_is_a_call_as_far_as_it_goes(text: str, arguments: str | None) -> None:
