@@ -21,7 +21,7 @@ from .rounds import NO_ROUNDS, RequestRounds
 from .serialization import Record, adapter, kinds_by_name
 from .types import Completion, TokenSource, VerdictWord
 
-VERSION = 6  # Protocol version. Increase it when a message changes: both sides must have the same one.
+VERSION = 7  # Protocol version. Increase it when a message changes: both sides must have the same one.
 MISMATCH = "server and engine are of different versions, perhaps because swiftopt was upgraded while running"
 
 TEMPLATE_FIELDS = ("reasoning_effort",)  # Fields of chats that a template obeys, if it reads them.
@@ -111,10 +111,18 @@ class Loading(Record):
 
 
 @dataclass(frozen=True, slots=True)
-class Ready(Record):
-    """The model is loaded; states its number of positions, whether drafted outputs are exact, and whether it has chats.
+class TemplateInputs(Record):
+    """The names of the values and of the keys of messages that a chat template reads; keys None: it may read any."""
 
-    `template_fields`: those of `TEMPLATE_FIELDS` that its chat template reads.
+    values: tuple[str, ...] = ()
+    message_keys: tuple[str, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Ready(Record):
+    """The model is loaded; states its number of positions, and whether drafted outputs are exact.
+
+    `template` is what its chat template reads; None: the model has no chats.
     """
 
     max_positions: int
@@ -122,8 +130,7 @@ class Ready(Record):
     exact: bool
     device: str
     dtype: str
-    has_chats: bool
-    template_fields: tuple[str, ...] = ()
+    template: TemplateInputs | None
     version: int = VERSION
 
 

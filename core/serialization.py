@@ -320,21 +320,19 @@ def explain_body_error(errors: Sequence[Mapping[str, Any]], body: Any) -> tuple[
 
     If a value fits none of several types, the sentence describes the nearest one, or names them all.
     """
-    first_error, depth = errors[0], len(_body_path(body, errors[0]))
+    errors = [{**error, "loc": _without_tag(error["loc"], body)} for error in errors]
+    first_error, same_place_errors = errors[0], errors[:1]
     if first_error["type"] == "missing" and not first_error["loc"]:
-        return "the body is empty: send one JSON object", "", [first_error]
-    # The value fits no type of a union: the rest of `loc` is pydantic's name of the type it tried.
-    if depth < len(first_error["loc"]) and first_error["loc"][-1] != KEY:
-        prefix = first_error["loc"][:depth]
-        same_place_errors = [rival for rival in errors if rival["loc"][:depth] == prefix]
-        depth = max(len(_body_path(body, rival)) for rival in same_place_errors)
-        first_error = next(rival for rival in same_place_errors if len(_body_path(body, rival)) == depth)
-        same_place_errors = [
-            rival for rival in same_place_errors if _body_path(body, rival) == _body_path(body, first_error)
-        ]
-    else:
-        same_place_errors = [first_error]
+        return "the body is empty: send one JSON object", "", same_place_errors
     path = _body_path(body, first_error)
+    # The value fits no type of a union: `loc` has the names of the types that pydantic tried. The type that accepts the
+    # longest part of the value is the intended one.
+    if path != first_error["loc"] and first_error["loc"][-1] != KEY:
+        union = _before_types(body, first_error["loc"])
+        rivals = [error for error in errors if error["loc"][: len(union)] == union]
+        path = max((_body_path(body, rival) for rival in rivals), key=_progress)
+        same_place_errors = [rival for rival in rivals if _body_path(body, rival) == path]
+        first_error = same_place_errors[0]
     dotted_path = to_javascript_path(path)
     if first_error["loc"] and first_error["loc"][-1] == KEY:
         return (
@@ -358,15 +356,41 @@ def explain_body_error(errors: Sequence[Mapping[str, Any]], body: Any) -> tuple[
     )
 
 
+def _without_tag(loc: tuple[str | int, ...], body: Any) -> tuple[str | int, ...]:
+    """Return an error's location without the tag of a discriminated union of bodies, which may precede a field."""
+    return loc[1:] if len(loc) > 1 and not _has(body, loc[0]) else loc
+
+
+def _has(value: Any, path_part: str | int) -> bool:
+    """Return whether a part of a location is a key or an index of the value."""
+    if isinstance(value, list):
+        return isinstance(path_part, int) and path_part < len(value)
+    return isinstance(value, Mapping) and path_part in value
+
+
 def _body_path(body: Any, error: Mapping[str, Any]) -> tuple[str | int, ...]:
     """Return the part of an error's location that consists of keys and indices of the body."""
     path, value = list[str | int](), body
     for path_part in error["loc"]:
-        is_key = isinstance(value, Mapping) and path_part in value
-        if is_key or (isinstance(value, list) and isinstance(path_part, int) and path_part < len(value)):
+        if _has(value, path_part):
             path.append(path_part)
             value = value[path_part]
     return (*path, error["loc"][-1]) if error["type"] == "missing" and error["loc"] else tuple(path)
+
+
+def _before_types(body: Any, loc: tuple[str | int, ...]) -> tuple[str | int, ...]:
+    """Return the parts of an error's location before the first name of a type."""
+    value = body
+    for n_parts, path_part in enumerate(loc):
+        if not _has(value, path_part):
+            return loc[:n_parts]
+        value = value[path_part]
+    return loc
+
+
+def _progress(path: Sequence[str | int]) -> tuple[int, list[int]]:
+    """Return a sort key for places in one value: the depth, then the indices in its lists."""
+    return len(path), [path_part for path_part in path if isinstance(path_part, int)]
 
 
 def to_javascript_path(path: Sequence[str | int]) -> str:

@@ -12,6 +12,7 @@ import hashlib
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import chain, combinations
@@ -21,7 +22,7 @@ from weakref import WeakKeyDictionary
 from jinja2 import TemplateError
 
 from ..core.answer_forms import FORMS
-from .template_limits import limited
+from .template_limits import LimitExceeded, limited
 
 Message = Mapping[str, Any]
 MAX_FORMS = 512  # Maximum forms cached per tokenizer.
@@ -86,6 +87,14 @@ def remembered_form(chat: Chat) -> tuple[Change, ...] | LeftOut:
     for oldest_shape in list(forms)[:-MAX_FORMS]:
         forms.pop(oldest_shape, None)
     return form
+
+
+def rendered_in_form(chat: Chat) -> str:
+    """Return the chat rendered in its remembered form; "" if the template refuses it."""
+    with suppress(*REFUSALS, LimitExceeded):
+        form = remembered_form(chat)
+        return chat.render() if isinstance(form, LeftOut) else chat.apply(form).render()
+    return ""
 
 
 def _shape(chat: Chat) -> bytes:

@@ -7,9 +7,8 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from ..core.answer_forms import forms_of, merged
-from .chat_forms import REFUSALS, Chat, LeftOut, remembered_form
+from .chat_forms import Chat, rendered_in_form
 from .control_tokens import any_of
-from .template_limits import LimitExceeded
 
 _ANSWER, _NEXT = "Qz1zQ", "Qz2zQ"  # Texts that no template changes or writes itself.
 # Found tokens by tokenizer and template.
@@ -47,12 +46,7 @@ def _text_behind_answer(tokenizer: Any) -> str:
     """Return the template's text between an answer and the next message; "" if it refuses the chat."""
     roles = {"user": "Qz0zQ", "assistant": _ANSWER}
     messages = [*({"role": role, "content": text} for role, text in roles.items()), {"role": "user", "content": _NEXT}]
-    chat = Chat(tokenizer, messages, {"add_generation_prompt": False})
-    try:
-        form = remembered_form(chat)
-        text = chat.render() if isinstance(form, LeftOut) else chat.apply(form).render()
-    except (*REFUSALS, LimitExceeded):
-        return ""
+    text = rendered_in_form(Chat(tokenizer, messages, {"add_generation_prompt": False}))
     return text.rpartition(_ANSWER)[2].partition(_NEXT)[0]
 
 

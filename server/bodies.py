@@ -1,17 +1,11 @@
-"""Base classes of request bodies: handling of unknown fields, and names of fields in errors."""
+"""Base classes of request bodies: handling of unknown and refused fields, and names of fields in errors."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    GetCoreSchemaHandler,
-    model_validator,
-)
+from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, model_validator
 from pydantic_core import CoreSchema
 
 from ..core.json_schemas import Place
@@ -35,51 +29,74 @@ NAMES = {  # Field of the engine's request -> field in the client's request.
     **{"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens"},
     **{"task": "swiftopt.task", "version": "swiftopt.plan"},
 }
-# Fields of other servers and of sibling routes that would change an answer and are refused, each with the values that
-# are accepted because they ask for the default behaviour. A route that knows such a field takes it.
-REFUSED_FIELDS: dict[str, tuple[Any, ...]] = {
-    **dict.fromkeys(("audio", "web_search_options", "prompt_logprobs", "truncate_prompt_tokens"), ()),
-    **{"modalities": (["text"],), "suffix": ("",), "allowed_token_ids": (), "bad_words": ([],), "best_of": (0, 1)},
-    **dict.fromkeys(("functions", "function_call", "chat_template", "prompt_embeds", "options"), ()),
-    **dict.fromkeys(("include_stop_str_in_output", "use_beam_search", "early_stopping", "echo", "logprobs"), (False,)),
-    **dict.fromkeys(("return_tokens_as_token_ids", "add_special_tokens"), (False,)),
-    **dict.fromkeys(("skip_special_tokens", "spaces_between_special_tokens", "do_sample"), (True,)),
-    **dict.fromkeys(("length_penalty", "repeat_penalty", "typical_p", "tfs_z", "num_beams", "n"), (1, 1.0)),
-    **dict.fromkeys(("mirostat", "dry_multiplier", "xtc_probability", "dynatemp_range", "top_a"), (0, 0.0)),
-    **dict.fromkeys(("no_repeat_ngram_size", "min_new_tokens", "min_length", "top_logprobs"), (0,)),
-    **dict.fromkeys(("documents", "stop_sequences", "stop_words", "logits_processors", "lora", "tools"), ([],)),
-    **{"custom_logit_processor": (), "lora_path": (), "tool_choice": ("none", "auto")},
-    # The text's form.
-    **dict.fromkeys(("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"), ()),
-    **dict.fromkeys(("grammar", "regex", "ebnf", "json_schema", "structural_tag", "format"), ("",)),
-    **{"response_format": ({"type": "text"},), "text": ({"format": {"type": "text"}},)},
-    # Its length.
-    **dict.fromkeys(("max_tokens", "max_completion_tokens", "max_output_tokens", "max_new_tokens", "max_length"), ()),
-    **dict.fromkeys(("n_predict", "num_predict"), (-1,)),
-    # What is to be answered.
-    **dict.fromkeys(("messages", "prompt", "input", "inputs", "previous_response_id", "conversation"), ()),
-    "instructions": ("",),
-}
-REPLACEMENTS = {  # Refused field -> field to use instead; "{form}", "{length}" and "{prompt}" are the route's own.
-    **dict.fromkeys(("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"), "{form}"),
-    **dict.fromkeys(("grammar", "regex", "ebnf", "json_schema", "structural_tag", "format"), "{form}"),
-    **dict.fromkeys(("response_format", "text"), "{form}"),
-    **dict.fromkeys(("max_tokens", "max_completion_tokens", "max_output_tokens", "max_new_tokens"), "{length}"),
-    **dict.fromkeys(("max_length", "n_predict", "num_predict"), "{length}"),
-    **dict.fromkeys(("messages", "prompt", "input", "inputs", "instructions"), "{prompt}"),
-    **dict.fromkeys(("previous_response_id", "conversation"), "{prompt}, with all of the conversation"),
-    **dict.fromkeys(("stop_sequences", "stop_words"), "stop"),
-    **dict.fromkeys(("min_new_tokens", "min_length"), "min_tokens"),
-    **dict.fromkeys(("bad_words", "allowed_token_ids"), "logit_bias"),
-    **dict.fromkeys(("tools", "tool_choice"), "/v1/chat/completions"),
-    **{"functions": "tools", "function_call": "tool_choice", "repeat_penalty": "repetition_penalty"},
-    **{"do_sample": "temperature", "options": "its fields in the body itself"},
-    "prompt_logprobs": "echo with logprobs at /v1/completions",
+
+
+class FieldRefusal(NamedTuple):
+    """How a route refuses a field that it does not have, although the field would change the answer.
+
+    `accepted` are the values that ask for what the server does anyway. `replacement` is what to use instead; "{form}",
+    "{length}" and "{prompt}" in it stand for the route's own fields.
+    """
+
+    accepted: tuple[Any, ...] = ()
+    replacement: str = ""
+
+    def accepts(self, value: Any) -> bool:
+        """Return whether a value has no effect; `true` does not count as 1."""
+        return any(type(value) is type(accepted) and value == accepted for accepted in self.accepted)
+
+
+# Fields of other servers and of sibling routes. A route that has such a field itself does not refuse it.
+REFUSED_FIELDS: Mapping[str, FieldRefusal] = {
+    name: FieldRefusal(accepted, replacement)
+    for names, accepted, replacement in (
+        ("audio web_search_options truncate_prompt_tokens chat_template prompt_embeds", (), ""),
+        ("custom_logit_processor lora_path", (), ""),
+        ("prompt_logprobs", (), "echo with logprobs at /v1/completions"),
+        ("modalities", (["text"],), ""),
+        ("suffix", ("",), ""),
+        ("best_of", (0, 1), ""),
+        ("include_stop_str_in_output use_beam_search early_stopping echo logprobs", (False,), ""),
+        ("return_tokens_as_token_ids add_special_tokens", (False,), ""),
+        ("skip_special_tokens spaces_between_special_tokens", (True,), ""),
+        ("do_sample", (True,), "temperature"),
+        ("length_penalty typical_p tfs_z num_beams n", (1, 1.0), ""),
+        ("repeat_penalty", (1, 1.0), "repetition_penalty"),
+        ("mirostat dry_multiplier xtc_probability dynatemp_range top_a", (0, 0.0), ""),
+        ("no_repeat_ngram_size top_logprobs", (0,), ""),
+        ("documents logits_processors lora", ([],), ""),
+        ("allowed_token_ids", (), "logit_bias"),
+        ("bad_words", ([],), "logit_bias"),
+        ("stop_sequences stop_words", ([],), "stop"),
+        ("options", (), "its fields in the body itself"),
+        # Tools.
+        ("functions", (), "tools"),
+        ("function_call", (), "tool_choice"),
+        ("tools", ([],), "/v1/chat/completions"),
+        ("tool_choice", ("none", "auto"), "/v1/chat/completions"),
+        # The form of the text.
+        ("structured_outputs guided_json guided_regex guided_choice guided_grammar", (), "{form}"),
+        ("grammar regex ebnf json_schema structural_tag format", ("",), "{form}"),
+        ("response_format", ({"type": "text"},), "{form}"),
+        ("text", ({"format": {"type": "text"}},), "{form}"),
+        # Its length.
+        ("max_tokens max_completion_tokens max_output_tokens max_new_tokens max_length", (), "{length}"),
+        ("n_predict num_predict", (-1,), "{length}"),
+        ("min_new_tokens min_length", (0,), "min_tokens"),
+        # The prompt.
+        ("messages prompt input inputs", (), "{prompt}"),
+        ("instructions", ("",), "{prompt}"),
+        ("previous_response_id conversation", (), "{prompt}, with all of the conversation"),
+    )
+    for name in names.split()
 }
 
 
 class Body(BaseModel):
-    """Report only the first invalid item of a list: pydantic keeps an error, a hundred times its size, for each."""
+    """A body of which only the first invalid item of a list is reported.
+
+    pydantic would keep an error per item, which takes a hundred times the memory of the item.
+    """
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
@@ -91,7 +108,7 @@ class Body(BaseModel):
 
 
 class Strict(Body):
-    """Unknown keys and values of another type are refused."""
+    """A body without unknown keys and conversions of types."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
 
@@ -105,11 +122,11 @@ class Strict(Body):
 
 
 class Lenient(Body):
-    """Unknown keys are kept; with `PASSES_ON` they go to the chat template, so none counts as ignored."""
+    """Unknown keys are kept; with `PASSES_ON` they go to the chat template, so `ignored` does not name them."""
 
     PASSES_ON: ClassVar[bool] = False
 
-    UNSUPPORTED: ClassVar[Mapping[str, tuple[Any, ...]]] = {}  # Refused fields of a route, as REFUSED_FIELDS.
+    UNSUPPORTED: ClassVar[Mapping[str, FieldRefusal]] = {}
 
     model_config = ConfigDict(extra="allow")
 
@@ -120,17 +137,17 @@ class Lenient(Body):
 
     @property
     def ignored(self) -> list[str]:
-        """The places of fields without effect: unknown keys, and those of `unused`, in ASCII for a header."""
+        """The places of fields without effect: unknown keys, and those of `unused`."""
         paths = {to_javascript_path(path) for path in unknown_keys(self)} - set(self.UNSUPPORTED) | {*self.unused()}
-        return [json.dumps(path)[1:-1] for path in sorted(paths)]
+        return sorted(paths)
 
     def unused(self) -> Iterator[str]:
-        """Yield the places of known fields that have no effect in this combination."""
+        """Yield the places of known fields without effect in this combination."""
         yield from ()
 
 
 def unknown_keys(value: Any, path: Place = ()) -> Iterator[Place]:
-    """Yield the places of unknown keys, in a request or a part of one, at any depth."""
+    """Yield the places of unknown keys at any depth of a request, or of a part at `path`."""
     if isinstance(value, list):
         for i, element in enumerate(value):
             yield from unknown_keys(element, (*path, i))

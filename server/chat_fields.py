@@ -1,26 +1,23 @@
-"""The messages and the tools of a chat's request."""
+"""Messages and tools of a chat's request."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, ClassVar, Literal
 
-from pydantic import (
-    Field,
-    PrivateAttr,
-    model_validator,
-)
+from pydantic import Field, PrivateAttr, model_validator
 
 from ..core.errors import InvalidInput, UnsupportedField, UnsupportedValue
 from ..core.streams import text_of
 from .bodies import Lenient
 
-# Roles whose messages say nothing without content. Answers may be calls alone, and functions may return nothing.
+# Roles whose messages need content. Answers may consist of calls, and functions may return nothing.
 WITH_CONTENT = ("developer", "system", "user")
+ID_KEYS = {"tool": ("tool_call_id",), "function": ("name",)}  # Role -> keys by which a result is matched with its call.
 
 
 class Message(Lenient):
-    """One message of a chat, with one of OpenAI's roles; parts of text are joined."""
+    """A message of a chat. Unknown keys go to the chat template; parts of text are joined."""
 
     PASSES_ON: ClassVar = True
 
@@ -28,14 +25,14 @@ class Message(Lenient):
     content: str | list[dict[str, Any]] | None = None
     tool_calls: list[dict[str, Any]] | None = None
     refusal: str | None = None
-    # Deprecated by OpenAI: now `tool_calls`, as role "tool" replaces "function".
+    # Deprecated by OpenAI in favour of `tool_calls`, like the role "function" in favour of "tool".
     function_call: dict[str, Any] | None = None
     audio: Any = None
 
     def as_template_message(self, path: str) -> dict[str, Any]:
-        """Return the message in the form of templates, with its content as a text.
+        """Return the message as templates read it, with its content as a text.
 
-        Raises: InvalidInput: it has no content, a part of it is not text, or a call names no function.
+        Raises: InvalidInput: it has no content, a part of the content is not text, or a call names no function.
         """
         if self.content is None and self.role in WITH_CONTENT:
             raise InvalidInput(f"{path} has no content: give it a text", f"{path}.content")
@@ -53,9 +50,16 @@ class Message(Lenient):
             message |= {"role": "tool", "tool_call_id": f"call_{message.get('name')}"}
         return {**message, "tool_calls": calls} if calls else message
 
+    def unread(self, template_keys: Collection[str]) -> Iterator[str]:
+        """Yield the keys for the template that are not among those it reads, and whose value says something."""
+        id_keys = ID_KEYS.get(self.role, ())
+        for key, value in (self.model_extra or {}).items():
+            if value and key not in template_keys and key not in id_keys:
+                yield key
+
 
 def plain_messages(messages: Iterable[Message]) -> tuple[dict[str, Any], ...]:
-    """Return the messages in the form of templates.
+    """Return the messages as templates read them.
 
     Raises: InvalidInput: as `Message.as_template_message`.
     """
@@ -63,7 +67,7 @@ def plain_messages(messages: Iterable[Message]) -> tuple[dict[str, Any], ...]:
 
 
 def _call(call: Mapping[str, Any], path: str, key: str = "function") -> dict[str, Any]:
-    """Return an earlier function call, whose arguments may be anything."""
+    """Return a function call of an earlier answer as templates read it; its arguments may have any type."""
     if (kind := call.get("type", "function")) != "function":
         raise UnsupportedValue(f"{path} is of type {kind!r}: only function calls are supported", f"{path}.type")
     function = call.get("function")
@@ -78,7 +82,7 @@ class Tool(Lenient):
     """A function that the model may call."""
 
     class Function(Lenient):
-        """Its name and its description for the model; `parameters` is the JSON schema of its arguments."""
+        """The function's name and its description for the model; `parameters` is the schema of its arguments."""
 
         name: str = Field(min_length=1)
         description: str | None = None
@@ -98,16 +102,16 @@ class Tool(Lenient):
         return tool
 
     @property
-    def given(self) -> dict[str, Any]:
-        """The tool as the client wrote it, for the chat template."""
+    def client_form(self) -> dict[str, Any]:
+        """The tool's object in the request, for the chat template."""
         return self._client_form
 
 
 class NamedTool(Lenient):
-    """The one tool that must be called."""
+    """The tool that must be called."""
 
     class FunctionName(Lenient):
-        """Its function."""
+        """The tool's function."""
 
         name: str
 

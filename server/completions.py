@@ -2,11 +2,12 @@
 
 Each choice is a separate request to the model's engine. An `Exchange` turns the engine's events into pieces of text.
 Its subclasses turn these into answers, streams and errors in the form of each route. The header `x-swiftopt-ignored`
-lists unknown fields of the request.
+lists the request's fields without effect.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import secrets
 import time
@@ -56,7 +57,7 @@ router = APIRouter(tags=["completions"])
 class Exchange(ABC):
     """A client's request and its answer. Each choice is sent to the engine as a request.
 
-    Raises: InvalidInput: a field cannot be used. Refused: its caller has used up its tokens of this minute.
+    Raises: InvalidInput: a field cannot be used. Refused: the caller has no tokens left in this minute.
             ModelNotFound: the model is not served.
     """
 
@@ -74,11 +75,10 @@ class Exchange(ABC):
         self._requests = [
             replace(request, task=request.task or (api_key and api_key.task)) for request in body.requests(salt)
         ]
-        self.asked: CommonFields = body
+        self.client_body: CommonFields = body
         self.body, self._request, self._app, self._caller = body, http_request, app, scope_state["caller"]
         self.engine, self._metrics = app.engines.find(body.model), app.engines.metrics
         self._check_places(len(self._requests))
-        self.ignored = [*body.ignored, *self.engine.unread(body)]
         self.id, self.created = f"{self.ID_PREFIX}-{secrets.token_hex(12)}", int(time.time())
         self._arrived_s = time.monotonic()
         self._deadline_s, self._answers = self._arrived_s + app.settings.timeout_s, Answers()
@@ -86,7 +86,7 @@ class Exchange(ABC):
         self._is_begun = False  # Set once a part of the stream was sent.
 
     def _check_places(self, n_prompts: int) -> None:
-        """Refuse more completions than the engine could ever run at once."""
+        """Raise InvalidInput for more completions than the engine has places."""
         n_completions, n_choices = n_prompts * (self.body.n or 1), self.body.n or 1
         if n_completions > self.engine.n_places:
             limit = f"this server accepts at most {self.engine.n_places} at a time"
@@ -105,14 +105,18 @@ class Exchange(ABC):
     def error_events(self, error: dict[str, Any]) -> list[ServerSentEvent]:
         """Return the last events of a stream that fails."""
 
+    def ignored(self) -> list[str]:
+        """Return the places of the request's fields without effect; complete once the model is loaded."""
+        return [*self.body.ignored, *self.engine.unread(self.body)]
+
     async def answer(self) -> Response:
-        """Answer with one object or a stream; the first event decides a stream's HTTP status."""
-        headers = ignored_header(self.ignored)
+        """Answer with one object or a stream. An error before a stream's first event sets the HTTP status."""
         events = self._events_of_stream()
         first_output: Awaitable[Any] = anext(events) if self.body.stream else self._collect_answer()
         output = await await_unless_disconnected(self._request, first_output)
         if output is None:
             return Response(status_code=CLIENT_CLOSED_REQUEST)
+        headers = ignored_header(self.ignored())
         if not self.body.stream:
             return JSONResponse(output, headers=headers)
         return EventSourceResponse(
@@ -132,9 +136,8 @@ class Exchange(ABC):
         await self.engine.until_loaded(min(self._app.settings.load_wait_s, remaining_s))
         body = self.body
         must_call, most_calls = (body.must_call, body.most_calls) if isinstance(body, AskedChat) else (False, None)
-        for i, request in enumerate(
-            seeded for prompt_request in self._requests for seeded in _with_seeds(prompt_request, body.n or 1)
-        ):
+        seeded = (choice for request in self._requests for choice in _with_seeds(request, body.n or 1))
+        for i, request in enumerate(seeded):
             reply = self.engine.ask(Decode(request), self._answers)
             functions = [tool["function"] for tool in request.tools]
             schemas = {function["name"]: function.get("parameters") for function in functions}
@@ -148,7 +151,7 @@ class Exchange(ABC):
             return self.whole()
 
     async def _events_of_stream(self) -> AsyncGenerator[ServerSentEvent]:
-        """Yield the events of a stream; an error before the first event is raised, a later one ends the stream."""
+        """Yield the events of a stream. An error before the first event is raised; a later one ends the stream."""
         try:
             with self._closing():
                 await self._ask()
@@ -161,13 +164,13 @@ class Exchange(ABC):
         except SwiftoptError as error:
             if not self._is_begun:
                 raise
-            self.asked.name(error)
+            self.client_body.name(error)
             for event in self.error_events(refused_by(error).openai()):
                 yield event
 
     @contextmanager
     def _closing(self) -> Iterator[None]:
-        """Free the engine's slots at the end; count server errors, and errors after a stream has begun."""
+        """Free the engine's places at the end. Count server errors, and all errors after a stream has begun."""
         try:
             with request_span(self._app.traces, self.OPERATION, self.body.model, self.choices):
                 yield
@@ -181,7 +184,7 @@ class Exchange(ABC):
     async def _pieces(self) -> Pieces:
         """Yield the text of all choices as it arrives.
 
-        Raises: ServiceUnreachable: it exceeds the server's time limit. EngineGone: the engine died after the client
+        Raises: ServiceUnreachable: the server's time limit is exceeded. EngineGone: the engine died after the client
                 had received text, which a restart might not repeat. SwiftoptError: an error of the engine.
         """
         index_by_reply = {choice.reply: i for i, choice in enumerate(self.choices)}
@@ -226,7 +229,7 @@ class Exchange(ABC):
         self._app.engines.requests.add(failed)
 
     def explanation(self) -> dict[str, Any]:
-        """Return how the answer was decoded, as a field of the answer, unless the server omits it.
+        """Return the answer's field that states how it was decoded; {} if the server omits it.
 
         With several choices it describes the first; only `exact` covers all.
         """
@@ -252,7 +255,7 @@ class Exchange(ABC):
             self._app.usage.add(self._key_owner, self.body.model, tokens, saved_s)
 
     def usage(self) -> dict[str, Any]:
-        """Count the tokens so far; count the prompt once if several choices share it."""
+        """Return the tokens so far in OpenAI's form; a prompt shared by several choices counts once."""
         completions, first_choices = [choice.completion for choice in self.choices], self.choices[:: self.body.n or 1]
         n_prompt = sum(choice.n_prompt for choice in first_choices)
         n_tokens = sum(choice.n_tokens for choice in self.choices)
@@ -270,8 +273,9 @@ class Exchange(ABC):
 
 
 def ignored_header(fields: Sequence[str]) -> dict[str, str]:
-    """Return the header that lists a request's fields without effect."""
-    return {"x-swiftopt-ignored": ", ".join(fields)[:500]} if fields else {}
+    """Return the header that lists a request's fields without effect, in ASCII."""
+    names = [json.dumps(field)[1:-1] for field in fields]
+    return {"x-swiftopt-ignored": ", ".join(names)[:500]} if names else {}
 
 
 def _with_seeds(request: CompletionRequest, n: int) -> Iterator[CompletionRequest]:
@@ -282,7 +286,7 @@ def _with_seeds(request: CompletionRequest, n: int) -> Iterator[CompletionReques
 
 
 class ChatExchange(Exchange):
-    """A chat; its stream has chunks of the same form, and ends with `[DONE]`."""
+    """A chat. Its stream has chunks of the same form, and ends with `[DONE]`."""
 
     ID_PREFIX = "chatcmpl"
     # `object` of a whole answer and of a stream's chunk.
@@ -291,8 +295,8 @@ class ChatExchange(Exchange):
     def whole(self) -> dict[str, Any]:
         choices = [self._choice(choice, self._content(choice), choice.finish_reason) for choice in self.choices]
         if self.body.return_token_ids:
-            for written_choice, choice in zip(choices, self.choices, strict=True):
-                written_choice["token_ids"] = list(choice.completion.token_ids)
+            for choice_object, choice in zip(choices, self.choices, strict=True):
+                choice_object["token_ids"] = list(choice.completion.token_ids)
         answer = {**self._head(self.OBJECTS[0]), "choices": choices, "usage": self.usage(), **self._statistics()}
         answer |= self.explanation()
         return {**answer, "system_fingerprint": self.engine.about and self.engine.about.fingerprint}
@@ -308,7 +312,7 @@ class ChatExchange(Exchange):
             for content in self._deltas(choice, text):
                 yield self._chunk(self._choice(choice, content))
             if choice.done is not None:
-                is_last = not has_usage and all(each_choice.done is not None for each_choice in self.choices)
+                is_last = not has_usage and all(other.done is not None for other in self.choices)
                 content = self._choice(choice, self._last_delta(), choice.finish_reason)
                 yield self._chunk(content, self.explanation() if is_last else {})
         if has_usage:
@@ -384,7 +388,7 @@ class ChatExchange(Exchange):
         return {"content": content, "refusal": None}
 
     def _statistics(self) -> dict[str, Any]:
-        """Return statistics in vLLM's form if asked for; null for several choices, as in vLLM."""
+        """Return the requested statistics in vLLM's form; null for several choices, as in vLLM."""
         choice = self.choices[0]
         if not self.body.return_metrics:
             return {}
@@ -406,7 +410,7 @@ class ChatExchange(Exchange):
 
 
 class TextExchange(ChatExchange):
-    """A completion of texts: the same in OpenAI's older form."""
+    """A completion of texts, in OpenAI's older form."""
 
     ID_PREFIX = "cmpl"
     OPERATION = "text_completion"
@@ -443,21 +447,21 @@ class TextExchange(ChatExchange):
 
 @router.post("/v1/chat/completions", operation_id="chat_completion", response_class=Response)
 async def chat_completions(app: Shared, request: Request, body: AskedChat) -> Response:
-    """Answer a chat, in OpenAI's form."""
+    """Answer a chat in OpenAI's form."""
     with body.naming():
         return await ChatExchange(app, request, body).answer()
 
 
 @router.post("/v1/completions", operation_id="completion", response_class=Response)
 async def completions(app: Shared, request: Request, body: AskedText) -> Response:
-    """Complete texts, in OpenAI's form."""
+    """Complete texts in OpenAI's form."""
     with body.naming():
         return await TextExchange(app, request, body).answer()
 
 
 @router.post("/tokenize", operation_id="tokenize", response_class=Response)
 async def tokenize(app: Shared, request: Request, body: AskedTokens) -> Response:
-    """The token ids of the prompt of a chat or a completion with this body."""
+    """Token ids of the prompt of the chat or the completion with this body."""
     with body.naming():
         body.check()
         prompt, *further_prompts = body.requests("")
@@ -471,13 +475,13 @@ async def tokenize(app: Shared, request: Request, body: AskedTokens) -> Response
         "count": len(prompt_tokens.token_ids),
         "max_model_len": prompt_tokens.max_positions,
     }
-    fields = [*body.ignored, *body.beside_prompt, *app.engines.find(body.model).unread(body)]
-    return JSONResponse(values, headers=ignored_header(list(dict.fromkeys(fields))))
+    fields = dict.fromkeys([*body.ignored, *body.beside_prompt, *app.engines.find(body.model).unread(body)])
+    return JSONResponse(values, headers=ignored_header(list(fields)))
 
 
 @router.post("/detokenize", operation_id="detokenize", response_class=Response)
 async def detokenize(app: Shared, request: Request, body: AskedDetokenized) -> Response:
-    """The text of token ids."""
+    """Text of token ids."""
     tokens_text = await _call_engine(app, request, body.model, Detokenize(tuple(body.tokens)), TokensText)
     if tokens_text is None:
         return Response(status_code=CLIENT_CLOSED_REQUEST)
@@ -485,11 +489,11 @@ async def detokenize(app: Shared, request: Request, body: AskedDetokenized) -> R
 
 
 async def _call_engine(app: State, request: Request, model: str, question: Question, kind: type[T]) -> T | None:
-    """Return the answer to a question to a model, once it is loaded; None: the client has disconnected."""
+    """Return the model's answer to a question, once it is loaded; None: the client has disconnected."""
     engine = app.engines.find(model)
 
-    async def called() -> T:
+    async def call() -> T:
         await engine.until_loaded(app.settings.load_wait_s)
         return await engine.call(question, kind)
 
-    return await await_unless_disconnected(request, called())
+    return await await_unless_disconnected(request, call())

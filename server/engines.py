@@ -11,7 +11,7 @@ import signal
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from itertools import count
@@ -29,7 +29,6 @@ from ..core.errors import (
 )
 from ..core.events import ModelTuning, phase_of
 from ..core.messages import (
-    TEMPLATE_FIELDS,
     Answer,
     AnswerDone,
     Cancel,
@@ -50,19 +49,20 @@ from ..core.messages import (
 from ..core.requests import ServedModel
 from .metrics import EngineMetrics
 from .request_log import RequestLog
+from .schemas import GenerationFields
 
-LONGEST_LINE = 1 << 28  # Maximum bytes of a message from an engine's process.
+MOST_LINE_BYTES = 1 << 28  # Maximum bytes of a message from an engine's process.
 BACKOFF_S = (0.5, 30.0)  # Seconds before a restart: after the first crash, and at most.
 ANSWER_S = 30.0  # Timeout of questions that need no decoding.
 TUNING_S = 0.5  # Timeout for the engines' tuning status when metrics are scraped.
 MOST_RESTARTS = 2  # Crashes that a request survives; after more, it fails as their likely cause.
 LOG_S = 30.0  # Seconds between two log lines about the same phase of loading a model.
 END_S = 5.0  # Seconds for a process to exit before it is killed.
-KEYS_S = 5.0  # Seconds between two looks at the API keys in force.
+KEYS_S = 5.0  # Seconds between two checks for changed API keys.
 MOST_NAMED = 8  # Maximum number of models named in an error.
 STEADY_S = 60.0  # Uptime after which the restart delay is reset to its minimum.
 
-# What usually ends a process by a signal.
+# Signal that ended a process -> its likely cause, as a clause.
 LIKELY_CAUSES: dict[int, str] = {
     signal.SIGBUS: ", because a file of the model was truncated while it was read: the model is loaded again",
     signal.SIGKILL: ", probably for lack of memory",
@@ -73,12 +73,12 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Restarted:
-    """The engine crashed and a new process decodes the request again: discard the answers so far."""
+    """The engine crashed, and a new process decodes the request again. The answers so far are void."""
 
 
 @dataclass(eq=False, slots=True)
 class Reply:
-    """A question in flight; its answers go to a queue, which several replies may share.
+    """A question in progress; its answers go to a queue, which several replies may share.
 
     `has_answers`: the engine has sent an answer. `is_shown`: the client has seen a part of the output.
     """
@@ -135,7 +135,7 @@ class EngineProcess:
 
     @property
     def state(self) -> str:
-        """The reason why it accepts no requests, or "ok"."""
+        """Why the engine accepts no requests; "ok" if it does."""
         return self.reason if self.about is None else "ok"
 
     def card(self) -> dict[str, Any]:
@@ -153,10 +153,10 @@ class EngineProcess:
             "dtype": about and about.dtype,
         }
 
-    def unread(self, body: object) -> list[str]:
-        """Return a request's fields that only a chat template could use but the model's template does not read."""
-        read = () if self.about is None else self.about.template_fields
-        return [name for name in TEMPLATE_FIELDS if getattr(body, name, None) is not None and name not in read]
+    def unread(self, body: GenerationFields) -> list[str]:
+        """Return the places of the values that only the chat template could use, but does not read."""
+        template = None if self.about is None else self.about.template
+        return [] if template is None else sorted(body.unread(template))
 
     @property
     def n_places(self) -> int:
@@ -169,8 +169,8 @@ class EngineProcess:
         replies = list(self._replies.values())  # Copy, because metrics are read in another thread.
         return sum(isinstance(reply.question, Decode) for reply in replies)
 
-    async def until_loaded(self, within_s: float) -> bool:
-        """Wait while the model is being loaded, then return True. If loading fails, `ask` raises.
+    async def until_loaded(self, within_s: float) -> None:
+        """Wait while the model is being loaded, at most `within_s`. `ask` raises if it is not loaded then.
 
         Raises: Busy: the limit of running and waiting requests is reached.
         """
@@ -178,13 +178,11 @@ class EngineProcess:
             self._check_places(self.n_requests + self.n_until_loaded)
             self.n_until_loaded += 1
             try:
-                async with asyncio.timeout(within_s):
-                    await self._load_ended.wait()
-            except TimeoutError:
-                pass
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(within_s):
+                        await self._load_ended.wait()
             finally:
                 self.n_until_loaded -= 1
-        return True
 
     def _check_places(self, n_taken: int) -> None:
         if n_taken >= self.n_places:
@@ -192,7 +190,7 @@ class EngineProcess:
             raise Busy(problem)
 
     def ask(self, question: Question, answers: Answers | None = None) -> Reply:
-        """Send a question; its answers go to the given queue (None: to a new one).
+        """Send a question; its answers go to `answers` (None: to a new queue).
 
         Raises: EngineGone: no process runs. Busy: too many requests wait. InvalidInput: as in `encode`.
         """
@@ -207,23 +205,22 @@ class EngineProcess:
         return reply
 
     async def call(self, question: Question, kind: type[A], within_s: float = ANSWER_S) -> A:
-        """Return the answer, of a given type, to a question that has exactly one.
+        """Return the answer to a question that has exactly one answer, of the type `kind`.
 
-        Raises: as in `ask`; an error of the engine; EngineGone: it does not answer in time.
+        Raises: as `ask`; an error of the engine; EngineGone: there is no answer in time.
         """
         reply = self.ask(question)
         try:
-            _, answer = await next_answer(reply.answers, within_s)
-            if isinstance(answer, kind):
-                return answer
-        except TimeoutError:
-            pass
+            with suppress(TimeoutError):
+                _, answer = await next_answer(reply.answers, within_s)
+                if isinstance(answer, kind):
+                    return answer
         finally:
             self.drop(reply)
         raise EngineGone(f"the engine of {self.served.name} does not answer: try again soon")
 
     async def ask_tuning(self, within_s: float = ANSWER_S) -> ModelTuning:
-        """Return the engine's tuning status and keep it in `tuning`; `unavailable` is the reason without an answer."""
+        """Return the engine's tuning status and keep it in `tuning`; without an answer, `unavailable` says why."""
         try:
             self.tuning = (await self.call(Steer(), TuningNow, within_s)).tuning
         except SwiftoptError as error:
@@ -236,7 +233,7 @@ class EngineProcess:
         self._verbs[steer.task if steer.verb == "pin" else None] = steer
 
     def tell_keys(self, names: tuple[str, ...]) -> None:
-        """Have the engine, also after restarts, delete what is kept for API keys other than these."""
+        """Have the engine delete cached texts of all API keys but these, also after restarts."""
         if self._keys is None or self._keys.names != names:
             self._keys = Keys(names)
             if self.about is not None:
@@ -248,7 +245,7 @@ class EngineProcess:
             self._write(Cancel(reply.question.id))
 
     def give_up(self) -> None:
-        """Fail the remaining requests, because the server shuts down."""
+        """Fail the remaining requests because the server shuts down."""
         self._load_ended.set()
         for reply in list(self._replies.values()):
             self.drop(reply)
@@ -261,7 +258,7 @@ class EngineProcess:
             self._stdin.write(line)
 
     async def keep(self) -> None:
-        """Keep a process alive until this is cancelled, or the first load shows that the model cannot be loaded."""
+        """Run and restart the process until this is cancelled, or the first load shows that the model is unusable."""
         wait_s = BACKOFF_S[0]
         while True:
             started_s = time.monotonic()
@@ -293,8 +290,8 @@ class EngineProcess:
             *command,
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
-            limit=LONGEST_LINE,
-            start_new_session=True,  # Only the server gets Ctrl-C. It lets requests in flight finish.
+            limit=MOST_LINE_BYTES,
+            start_new_session=True,  # Only the server gets Ctrl-C, and lets requests in progress finish.
         )
         assert process.stdout is not None
         self._stdin, self.reason = process.stdin, "it is loading the model"
@@ -330,7 +327,7 @@ class EngineProcess:
                 self._log_loading(step)
             case Failed(None, _, reason):
                 self.reason = reason
-                # A model that was loaded before is tried again: its file may be in the middle of a replacement.
+                # A model that was loaded before is tried again, because its file may have been incomplete.
                 if not self._was_loaded and _is_of_model(message.error):
                     self.load_error = message.error
             case answer:
@@ -341,7 +338,7 @@ class EngineProcess:
                     reply.put(answer)
 
     def _log_loading(self, step: str) -> None:
-        """Log a step of loading if its phase has just begun or was last logged LOG_S ago."""
+        """Log a step of loading if its phase is new or was last logged LOG_S ago."""
         self._on_state(self.served.name, self.state)
         (phase, logged_at), now_s = self._last_logged, time.monotonic()
         if phase_of(step) != phase or now_s - logged_at >= LOG_S:
@@ -349,10 +346,13 @@ class EngineProcess:
             logger.info("engine=loading model=%s step=%r", self.served.name, step)
 
     def _fail_replies(self) -> None:
-        """Fail requests whose clients saw a part of the answer, and those restarted too often; keep the others."""
+        """Fail the requests whose clients saw a part of the answer, or that were restarted too often.
+
+        The others stay for the next process.
+        """
         replies = list(self._replies.values())
         started_replies = [reply for reply in replies if reply.has_answers]
-        # Count the first request without answers as restarted, too: reading its prompt may have caused the crash.
+        # The first request without answers counts as restarted, too: reading its prompt may have caused the crash.
         if self.about is not None:
             unread = (reply for reply in replies if not reply.has_answers and isinstance(reply.question, Decode))
             started_replies += [first_unread for first_unread in [next(unread, None)] if first_unread is not None]
@@ -367,19 +367,19 @@ class EngineProcess:
 
 
 def _is_of_model(error: SwiftoptError) -> bool:
-    """Return whether a load failed because of the model itself, so that another attempt would fail, too."""
+    """Return whether the model itself is the reason of a failed load, so that another attempt would fail, too."""
     return isinstance(error, ModelNotFound | UnsupportedModel) and not isinstance(error, HubUnreachable)
 
 
 def ended_how(code: int) -> str:
-    """Describe how a process ended, from its exit code (negative for a signal)."""
+    """Return how a process ended, in words; a negative exit code is a signal."""
     if code >= 0:
         return f"its process ended with code {code}"
     return f"its process ended by signal {-code}{LIKELY_CAUSES.get(-code, '')}"
 
 
 async def _end(process: asyncio.subprocess.Process) -> None:
-    """End a process that still runs."""
+    """Terminate a process if it still runs; kill it after END_S."""
     if process.returncode is None:
         process.terminate()
         try:
@@ -406,7 +406,7 @@ class Engines:
 
     @property
     def load_error(self) -> SwiftoptError | None:
-        """The error of a model that cannot be loaded, which ends the server; None: there is none."""
+        """The error of a model that cannot be loaded, which ends the server; None: no such error."""
         return next((engine.load_error for engine in self.of.values() if engine.load_error is not None), None)
 
     def all(self) -> list[EngineProcess]:
@@ -431,19 +431,19 @@ class Engines:
         return self.of[name]
 
     def give_up(self) -> None:
-        """Fail the remaining requests, because the server shuts down."""
+        """Fail the remaining requests because the server shuts down."""
         logger.warning("drain=over requests=%d", sum(engine.n_requests for engine in self.of.values()))
         for engine in self.of.values():
             engine.give_up()
 
     async def ask_tuning(self, within_s: float = ANSWER_S) -> dict[str, ModelTuning]:
-        """Return the tuning of every engine, by the name of its model."""
+        """Return the tuning status of every engine by the name of its model."""
         tunings = await asyncio.gather(*(engine.ask_tuning(within_s) for engine in self.of.values()))
         return dict(zip(self.of, tunings, strict=True))
 
     @asynccontextmanager
     async def running(self, app: object) -> AsyncIterator[None]:
-        """Keep the processes alive while the app is served."""
+        """Run the engines' processes while the app is served."""
         tasks = [asyncio.create_task(engine.keep(), name=f"engine {name}") for name, engine in self.of.items()]
         tasks.append(asyncio.create_task(self._follow_keys(), name="keys"))
         try:
@@ -454,7 +454,7 @@ class Engines:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _follow_keys(self) -> None:
-        """Send the engines the names of the API keys whenever they change, until this is cancelled."""
+        """Send changed names of API keys to the engines until this is cancelled."""
         while True:
             if (names := self._key_names()) is not None:
                 for engine in self.of.values():

@@ -1,4 +1,4 @@
-"""OpenAI's Responses: the same chats under other names, with text, streams and calls of functions; none is stored."""
+"""OpenAI's Responses: chats under other field names, with text, streams and tool calls. No response is stored."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from starlette.responses import Response
 from ..core.errors import InvalidInput, SwiftoptError, UnsupportedField, UnsupportedValue
 from ..core.serialization import LARGEST, check_json, explain_body_error
 from ..core.streams import text_of
-from .bodies import Lenient
+from .bodies import FieldRefusal, Lenient
 from .completions import Exchange, Pieces
 from .middleware import Shared, State, sse
 from .response_tools import CALLS, ResponseTools, chat_call, chat_name
@@ -44,13 +44,13 @@ REASONING_TYPES = {"reasoning_text": "text"}  # Part types of reasoning items.
 
 
 class TextOptions(Lenient):
-    """What the text of a response is to be."""
+    """The required form of the text."""
 
     format: dict[str, Any] | None = None
 
 
 class ReasoningOptions(Lenient):
-    """How long the model is to think."""
+    """How long the model should think."""
 
     effort: str | None = Field(default=None, max_length=MOST_EFFORT)
 
@@ -60,7 +60,8 @@ class AskedResponse(CommonFields):
 
     UNSUPPORTED: ClassVar = {
         **CommonFields.UNSUPPORTED,
-        **{"truncation": ("disabled",), "include": ([], ["reasoning.encrypted_content"])},
+        "truncation": FieldRefusal(("disabled",)),
+        "include": FieldRefusal(([], ["reasoning.encrypted_content"])),
     }
 
     REPLACED_BY: ClassVar = {"form": "text.format", "length": "max_output_tokens", "prompt": "input"}
@@ -74,13 +75,13 @@ class AskedResponse(CommonFields):
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
     _places: dict[str, str] = PrivateAttr(default_factory=dict)  # Path in the chat -> path in the request.
-    _left_out: list[str] = PrivateAttr(default_factory=list)  # Places of tools and items that the chat does not have.
+    _left_out: list[str] = PrivateAttr(default_factory=list)  # Paths of tools and items that the chat lacks.
     _offered: ResponseTools = PrivateAttr(default_factory=lambda: ResponseTools(()))
 
     def check(self) -> None:
         for name in STORED:
             if self.extra.get(name):
-                problem = f"{name} is not supported, for no response is stored here: send the whole input"
+                problem = f"{name} is not supported, because no response is stored here: send the whole input"
                 raise UnsupportedField(problem, name)
         super().check()
         for name in ("return_metrics", "return_token_ids"):
@@ -89,30 +90,30 @@ class AskedResponse(CommonFields):
         check_json(self.repeated())
 
     def name_of(self, field: str) -> str:
-        return self._in_its_words(super().name_of(field))
+        return self._with_request_paths(super().name_of(field))
 
     def name(self, error: SwiftoptError) -> None:
         super().name(error)
         if error.param not in self.extra:
-            error.args = (self._in_its_words(str(error)),)
+            error.args = (self._with_request_paths(str(error)),)
 
-    def _in_its_words(self, text: str) -> str:
-        """Return a text in which places of the chat are those of the request."""
+    def _with_request_paths(self, text: str) -> str:
+        """Return a text with each path in the chat replaced by the path in the request."""
 
-        def own(match: re.Match[str]) -> str:
+        def request_path(match: re.Match[str]) -> str:
             path_parts = re.split(r"(?=[.\[])", match[0])
             for n in range(len(path_parts), 0, -1):
                 if (path := self._places.get("".join(path_parts[:n]))) is not None:
                     return path + "".join(path_parts[n:])
             return match[0]
 
-        text = re.sub(r"\b(messages|tools)\[\d+\](\.\w+|\[\d+\])*", own, text)
+        text = re.sub(r"\b(messages|tools)\[\d+\](\.\w+|\[\d+\])*", request_path, text)
         for pattern, path in RESPONSE_PATHS.items():
             text = re.sub(rf"\b{pattern}", path, text)
         return text
 
     def repeated(self) -> dict[str, Any]:
-        """Return the fields of the request that its response repeats, with their defaults."""
+        """Return the request's fields that the response repeats, with defaults for absent ones."""
         blank = {"description": None, "parameters": None, "strict": None}
         return {
             **dict.fromkeys(UNSUPPORTED_FIELDS),
@@ -131,11 +132,11 @@ class AskedResponse(CommonFields):
         }
 
     def chat(self) -> AskedChat:
-        """Return the chat that it asks for.
+        """Return the request as a chat.
 
-        Raises: InvalidInput: a part of it cannot be asked for here.
+        Raises: InvalidInput: a part of the request is not supported.
         """
-        messages = Messages()
+        messages = ChatMessages()
         if self.instructions:
             messages.add({"role": "system", "content": self.instructions}, "instructions", "", "")
         if isinstance(self.input, str):
@@ -146,22 +147,12 @@ class AskedResponse(CommonFields):
         self._offered = ResponseTools(self.tools or ())
         self._places = messages.places | self._offered.places
         self._left_out = messages.left_out + self._offered.left_out
-        if not messages.found:
+        if not messages.messages:
             raise InvalidInput("input has nothing to answer: send at least one message", "input")
-        choice: Any = self.tool_choice
-        if isinstance(choice, dict):
-            options = {key: value for key, value in choice.items() if key not in ("type", "namespace")}
-            kind, name = choice.get("type"), chat_name(choice.get("namespace"), choice.get("name"))
-            if kind not in ("function", "custom"):
-                problem = f"tool_choice is of type {kind!r}: use 'none', 'auto', 'required' or a function by its name"
-                raise UnsupportedValue(problem, "tool_choice.type")
-            if not isinstance(name, str):
-                raise InvalidInput("tool_choice has no name: give that of one of the tools", "tool_choice.name")
-            choice = {"type": "function" if kind == "custom" else kind, "function": {**options, "name": name}}
         values = {
             **self.model_dump(include={*CommonFields.model_fields, "parallel_tool_calls"}),
-            **{"messages": messages.found, "max_tokens": self.max_output_tokens, "response_format": self._format()},
-            **{"tools": self._offered.functions or None, "tool_choice": choice},
+            **{"messages": messages.messages, "max_tokens": self.max_output_tokens, "response_format": self._format()},
+            **{"tools": self._offered.functions or None, "tool_choice": self._chat_tool_choice()},
             "reasoning_effort": self.reasoning and self.reasoning.effort,
         }
         try:
@@ -170,40 +161,56 @@ class AskedResponse(CommonFields):
             problem, path, _ = explain_body_error(error.errors(include_url=False), values)
             raise InvalidInput(problem, path) from error
 
+    def _chat_tool_choice(self) -> Any:
+        """Return `tool_choice` in the form of chats.
+
+        Raises: InvalidInput: it is neither a word nor a named function.
+        """
+        choice = self.tool_choice
+        if not isinstance(choice, dict):
+            return choice
+        options = {key: value for key, value in choice.items() if key not in ("type", "namespace")}
+        kind, name = choice.get("type"), chat_name(choice.get("namespace"), choice.get("name"))
+        if kind not in ("function", "custom"):
+            problem = f"tool_choice is of type {kind!r}: use 'none', 'auto', 'required' or a function by its name"
+            raise UnsupportedValue(problem, "tool_choice.type")
+        if not isinstance(name, str):
+            raise InvalidInput("tool_choice has no name: give the name of one of the tools", "tool_choice.name")
+        return {"type": "function", "function": {**options, "name": name}}
+
     def unused(self) -> Iterator[str]:
         yield from self._left_out
 
     @property
     def offered(self) -> ResponseTools:
-        """The tools that the chat has, once it was made."""
+        """The tools of the chat; empty before `chat` was called."""
         return self._offered
 
     def _format(self) -> dict[str, Any] | None:
-        """Return the form of the text as chats have it."""
-        format_asked = self.text.format if self.text is not None else None
-        if format_asked is None or format_asked.get("type") != "json_schema":
-            return format_asked
-        return {"type": "json_schema", "json_schema": {key: format_asked[key] for key in format_asked if key != "type"}}
+        """Return `text.format` as the `response_format` of a chat."""
+        text_format = self.text.format if self.text is not None else None
+        if text_format is None or text_format.get("type") != "json_schema":
+            return text_format
+        return {"type": "json_schema", "json_schema": {key: text_format[key] for key in text_format if key != "type"}}
 
 
-class Messages:
-    """The items of an input as messages of a chat: `found`, and by places in these the `places` in the request.
+class ChatMessages:
+    """The items of an input as messages of a chat.
 
-    `left_out` are the places of items that say nothing to the model.
-
-    A message of the assistant, its thought before it and the calls after it are one message, as they were answered.
+    `places` maps places in the chat to places in the request. `left_out` lists the places of items that say nothing to
+    the model. An answer of the assistant, with its thought and its calls, becomes one message.
     """
 
     def __init__(self) -> None:
-        self.found: list[dict[str, Any]] = []
+        self.messages: list[dict[str, Any]] = []
         self.places: dict[str, str] = {}
         self.left_out: list[str] = []
         self._is_open = False  # Whether further items may extend the last assistant message.
 
     def add(self, message: dict[str, Any], path: str, role: str = ".role", content: str = ".content") -> None:
-        """Add a message; `role` and `content` end the places in the request that these are from."""
-        message_place = f"messages[{len(self.found)}]"
-        self.found.append(message)
+        """Add a message from the place `path`; `role` and `content` are the rest of the places of these keys."""
+        message_place = f"messages[{len(self.messages)}]"
+        self.messages.append(message)
         self.places |= {
             message_place: path,
             f"{message_place}.role": path + role,
@@ -214,21 +221,22 @@ class Messages:
     def add_item(self, item: Mapping[str, Any], path: str) -> None:
         """Add an item of the input.
 
-        Raises: InvalidInput: it cannot be said here.
+        Raises: InvalidInput: it is not supported, or incomplete.
         """
         match kind := item.get("type", "message"):
             case "message":
                 message = {"role": item.get("role"), "content": item.get("content")}
-                if self._is_open and message["role"] == "assistant" and "content" not in self.found[-1]:
-                    self.found[-1] |= message
-                    self.places[f"messages[{len(self.found) - 1}].content"] = f"{path}.content"
+                if self._is_open and message["role"] == "assistant" and "content" not in self.messages[-1]:
+                    self.messages[-1] |= message
+                    self.places[f"messages[{len(self.messages) - 1}].content"] = f"{path}.content"
                 else:
                     self.add(message, path)
             case "reasoning":
                 thought = text_of(item.get("content") or (), f"{path}.content", REASONING_TYPES)
                 if thought:
+                    self.places[f"messages[{len(self.messages)}].reasoning_content"] = f"{path}.content"
                     self.add({"role": "assistant", "reasoning_content": thought}, path)
-                else:  # Clients send only what they may show of a thought: its id, or a summary.
+                else:  # Some clients do not send the thought itself, only its id or a summary.
                     self.left_out.append(path)
             case "function_call" | "custom_tool_call":
                 self._add_call(item, path)
@@ -244,26 +252,28 @@ class Messages:
     def _add_call(self, item: Mapping[str, Any], path: str) -> None:
         if not self._is_open:
             self.add({"role": "assistant", "content": ""}, path, role=".type")
-        calls = self.found[-1].setdefault("tool_calls", [])
-        call_place = f"messages[{len(self.found) - 1}].tool_calls[{len(calls)}]"
+        calls = self.messages[-1].setdefault("tool_calls", [])
+        call_place = f"messages[{len(self.messages) - 1}].tool_calls[{len(calls)}]"
         self.places |= {call_place: path, f"{call_place}.function": path}
         calls.append(chat_call(item))
 
 
 class ResponseExchange(Exchange):
-    """A response, whose stream names the items that it has: the thought, one message, and the calls."""
+    """A response. Its output has up to three kinds of items: the thought, one message, and the calls."""
 
     ID_PREFIX = "resp"
 
     def __init__(self, app: State, request: Request, body: AskedResponse) -> None:
         body.check()
         super().__init__(app, request, body.chat())
-        self.asked, self._item_of = body, body.offered.item
-        self.ignored = sorted({*body.ignored, *map(body.name_of, self.ignored)})
+        self.client_body, self._item_of = body, body.offered.item
         self._repeated_fields, self._numbers = body.repeated(), count()
         number = self.id.removeprefix("resp-")
         self._item = {"id": f"msg_{number}", "type": "message", "role": "assistant"}
         self._thought = {"id": f"rs_{number}", "type": "reasoning", "summary": []}
+
+    def ignored(self) -> list[str]:
+        return sorted({*self.client_body.ignored, *map(self.client_body.name_of, super().ignored())})
 
     def whole(self) -> dict[str, Any]:
         choice, usage = self.choices[0], self.usage()
@@ -289,7 +299,7 @@ class ResponseExchange(Exchange):
         thought_position = {"output_index": 0, "item_id": self._thought["id"], "content_index": 0}
         part_position = thought_position
         async for choice, text in pieces:
-            # Begin the stream with the first text: until then, an engine's refusal can still set the HTTP status.
+            # Begin the stream with the first text: until then, an error of the engine can still set the HTTP status.
             if not is_begun:
                 is_begun = True
                 yield self._event("created", response=self._head("in_progress"))
@@ -322,10 +332,10 @@ class ResponseExchange(Exchange):
             call_item, call_position = self._item_of(call), {"output_index": i}
             field, events = CALLS[call_item["type"]]
             begun_item = {**call_item, "status": "in_progress", field: ""}
-            of_item = {**call_position, "item_id": call_item["id"]}
+            item_position = {**call_position, "item_id": call_item["id"]}
             yield self._event("output_item.added", **call_position, item=begun_item)
-            yield self._event(f"{events}.delta", **of_item, delta=call_item[field])
-            yield self._event(f"{events}.done", **of_item, **{field: call_item[field]})
+            yield self._event(f"{events}.delta", **item_position, delta=call_item[field])
+            yield self._event(f"{events}.done", **item_position, **{field: call_item[field]})
             yield self._event("output_item.done", **call_position, item=call_item)
         response = self.whole()
         yield self._event(response["status"], response=response)
@@ -353,7 +363,7 @@ class ResponseExchange(Exchange):
         return sse({"type": name, "sequence_number": next(self._numbers), **values}, name)
 
     def _head(self, status: str) -> dict[str, Any]:
-        """Return a response without output, and with the fields of its request."""
+        """Return a response without output, with the fields of the request that it repeats."""
         return {
             **{"id": self.id, "object": "response", "created_at": self.created, "status": status},
             **{"model": self.body.model, "output": [], "incomplete_details": None, "error": None},
@@ -361,7 +371,7 @@ class ResponseExchange(Exchange):
         }
 
     def _thought_items(self, status: str) -> list[dict[str, Any]]:
-        """Return the item of the thought so far, if there is one."""
+        """Return the item of the thought so far; an empty list without a thought."""
         thought = self.choices[0].thought
         return [{**self._thought, "status": status, "content": [_thought_part(thought)]}] if thought else []
 

@@ -1,7 +1,7 @@
-"""Schemas of requests: the kinds of fields that routes share, and chats and completions, which become engine requests.
+"""Schemas of requests: types of fields that routes share, and chats and completions, which become engine requests.
 
-Chats and completions have OpenAI's fields, vLLM's and our own. Fields that nobody knows are ignored; those that are
-known and cannot be obeyed are refused, unless their value is what the server does anyway. null means the default.
+Chats and completions have OpenAI's fields, vLLM's and our own. Unknown fields are ignored. Known fields that the server
+cannot obey are refused, unless their value asks for what the server does anyway. null means the default.
 """
 
 from __future__ import annotations
@@ -12,33 +12,29 @@ from contextlib import contextmanager
 from dataclasses import fields, replace
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import (
-    Discriminator,
-    Field,
-    StringConstraints,
-    Tag,
-)
+from pydantic import Discriminator, Field, StringConstraints, Tag
 
 from ..core.errors import InvalidInput, SwiftoptError, UnsupportedField, UnsupportedValue
 from ..core.json_schemas import list_not_enforced, relax
-from ..core.messages import TEMPLATE_FIELDS
+from ..core.messages import TEMPLATE_FIELDS, TemplateInputs
 from ..core.requests import CompletionRequest
 from ..core.serialization import LARGEST, to_javascript_path
 from ..core.streams import text_of
 from ..core.types import Sampling
-from .bodies import NAMES, PROMPT_FIELDS, REFUSED_FIELDS, REPLACEMENTS, Lenient, Strict
+from .bodies import NAMES, PROMPT_FIELDS, REFUSED_FIELDS, Lenient, Strict
 from .chat_fields import Message, NamedTool, Tool, plain_messages
 
 # No control characters: PostgreSQL cannot store NUL, and names must fit on one line.
 Word = Annotated[str, StringConstraints(min_length=1, max_length=512, pattern=r"^[^\x00-\x1f\x7f]+$")]
 Task = Annotated[str, StringConstraints(min_length=1, max_length=512, pattern=r"^[^/\x00-\x1f\x7f]+$")]
 Depth = Annotated[int, Field(ge=1, le=2**31 - 1)]
+TokenId = Annotated[int, Field(strict=True)]  # Strict: a list of texts and numbers is not one of token ids.
 
 MOST_CHOICES = 128
-MOST_EFFORT = 64  # Most characters of a word for how long to think.
+MOST_EFFORT = 64  # Maximum characters of `reasoning_effort`.
 MOST_LOGPROBS = 20
-MOST_MESSAGES = 1 << 14  # Most messages of a chat. Checking them blocks the event loop.
-MOST_STOPS = 128  # Most stop strings: each is searched for after every token.
+MOST_MESSAGES = 1 << 14  # Maximum messages of a chat, because checking them blocks the event loop.
+MOST_STOPS = 128  # Maximum stop strings, because each is searched for after every token.
 MOST_SEED = 9223372036854776000  # Largest seed in OpenAI's API reference: 2**63 - 1, rounded.
 TEXT_TOKENS = 16  # Default of max_tokens for /v1/completions, as in OpenAI's API.
 RESERVED_ARGUMENTS = frozenset(  # Arguments of apply_chat_template itself, which clients cannot pass to the template.
@@ -48,11 +44,12 @@ RESERVED_ARGUMENTS = frozenset(  # Arguments of apply_chat_template itself, whic
         *("return_assistant_tokens_mask", "padding", "truncation", "max_length", "tokenizer_kwargs"),
     ]
 )
-SAMPLED = {each.name for each in fields(Sampling)}  # Fields that a request and Sampling have in common.
+CONTINUES = "continue_final_message"  # An argument of apply_chat_template that no template reads.
+SAMPLED = {field.name for field in fields(Sampling)}  # Fields that a request and Sampling have in common.
 
 
 class Options(Strict):
-    """Our own part of a request."""
+    """The field `swiftopt` of a request."""
 
     task: Task | None = None
     method: str | None = None
@@ -61,14 +58,14 @@ class Options(Strict):
 
 
 class StreamOptions(Lenient):
-    """What a stream reports apart from its text."""
+    """What a stream reports in addition to its text."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
 
 
 class JsonSchema(Lenient):
-    """A schema by name, as OpenAI wraps it."""
+    """A named JSON schema, in OpenAI's form."""
 
     name: str | None = None
     schema_: dict[str, Any] | None = Field(default=None, alias="schema")
@@ -76,14 +73,14 @@ class JsonSchema(Lenient):
 
 
 class ResponseFormat(Lenient):
-    """What the text is to be; a `schema` next to the type is llama.cpp's form of one."""
+    """The required form of the text; a `schema` directly in it is llama.cpp's form of a JSON schema."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
     schema_: dict[str, Any] | None = Field(default=None, alias="schema")
 
     def check(self) -> None:
-        """Raise InvalidInput where a schema is missing, or is one too many."""
+        """Raise InvalidInput if a schema is missing, does not fit the type, or is given twice."""
         schemas = {"json_schema": self.json_schema, "schema": self.schema_}
         paths = [f"response_format.{key}" for key, value in schemas.items() if value is not None]
         if self.json_schema is not None and self.type != "json_schema":
@@ -92,7 +89,7 @@ class ResponseFormat(Lenient):
             raise InvalidInput(f"{paths[0]} needs type json_schema: set it, or leave it out", paths[0])
         if len(paths) > 1:
             raise InvalidInput(f"{paths[0]} and {paths[1]} exclude each other: choose one", paths[1])
-        if self.type == "json_schema" and self.given_schema is None:
+        if self.type == "json_schema" and self.raw_schema is None:
             raise InvalidInput(f"{self.place} is missing: give the schema", self.place)
 
     @property
@@ -106,25 +103,25 @@ class ResponseFormat(Lenient):
         return "response_format.schema" if self.schema_ is not None else "response_format.json_schema.schema"
 
     @property
-    def given_schema(self) -> dict[str, Any] | None:
+    def raw_schema(self) -> dict[str, Any] | None:
         """The JSON schema, if there is one."""
         return self.schema_ if self.json_schema is None else self.json_schema.schema_
 
     @property
     def is_relaxed(self) -> bool:
-        """Whether the schema is a help to the model and no promise."""
+        """Whether the schema is only a hint to the model, as OpenAI treats one that is not strict."""
         return self.json_schema is not None and self.json_schema.strict is False
 
     def schema_of_text(self) -> Mapping[str, Any] | None:
-        """Return the JSON schema that the text is held to, if there is one."""
+        """Return the JSON schema that the text must satisfy; None: free text."""
         if not self.is_json:
             return None
-        schema = {"type": "object"} if self.given_schema is None else self.given_schema
+        schema = {"type": "object"} if self.raw_schema is None else self.raw_schema
         return relax(schema) if self.is_relaxed else schema
 
 
 class Prediction(Lenient):
-    """Text that the completion is expected to repeat: it drafts."""
+    """Text that the completion is expected to repeat, used as a draft."""
 
     type: Literal["content"]
     content: str | list[dict[str, Any]]
@@ -134,7 +131,7 @@ class CommonFields(Lenient):
     """The fields of chats, completions and responses."""
 
     UNSUPPORTED: ClassVar = REFUSED_FIELDS
-    # Names of a route's fields in the advice of REPLACEMENTS.
+    # The route's fields by their names in `FieldRefusal.replacement`.
     REPLACED_BY: ClassVar = {"form": "response_format", "length": "max_tokens", "prompt": "messages"}
 
     model: str
@@ -160,29 +157,27 @@ class CommonFields(Lenient):
     return_token_ids: bool | None = None
 
     def check(self) -> None:
-        """Check what the fields' types do not.
+        """Check what the types of the fields cannot express.
 
-        Raises: InvalidInput: a field cannot be obeyed, by itself or with another.
+        Raises: InvalidInput: a field cannot be obeyed, alone or together with another.
         """
-        for name, accepted in self.UNSUPPORTED.items():
+        for name, refusal in self.UNSUPPORTED.items():
             value = self.extra.get(name)
-            if value is not None and not any(
-                type(value) is type(accepted_value) and value == accepted_value for accepted_value in accepted
-            ):
-                replacement = REPLACEMENTS.get(name, "").format(**self.REPLACED_BY)
+            if value is not None and not refusal.accepts(value):
+                replacement = refusal.replacement.format(**self.REPLACED_BY)
                 advice = f"use {replacement}" if replacement else "leave it out"
-                kind = UnsupportedValue if accepted else UnsupportedField
+                kind = UnsupportedValue if refusal.accepted else UnsupportedField
                 raise kind(f"{name} is not supported here: {advice}", name)
 
     @property
     def beside_prompt(self) -> list[str]:
-        """The fields that were given and do not change the tokens of the prompt."""
+        """The request's fields that do not change the tokens of the prompt."""
         fields_set = self.model_fields_set & type(self).model_fields.keys() - PROMPT_FIELDS
         return sorted(name for name in fields_set if getattr(self, name) is not None)
 
     @contextmanager
     def naming(self) -> Iterator[None]:
-        """Let errors within name a field as the client does."""
+        """Let errors in the block name fields as the client does."""
         try:
             yield
         except SwiftoptError as error:
@@ -190,12 +185,12 @@ class CommonFields(Lenient):
             raise
 
     def name(self, error: SwiftoptError) -> None:
-        """Let an error name a field as the client does; fields that the route does not know have the client's names."""
+        """Replace the error's field by the client's name of it; an unknown field already has this name."""
         if error.param is not None and error.param not in self.extra:
             error.param = self.name_of(error.param)
 
     def name_of(self, field: str) -> str:
-        """Return what the client calls a field of the engine's request."""
+        """Return the client's name of a field of the engine's request."""
         return NAMES.get(field, field)
 
 
@@ -230,7 +225,7 @@ class GenerationFields(CommonFields):
 
     @property
     def is_json(self) -> bool:
-        """Whether the completion is held to JSON, which ends by itself: `stop` would leave half of it."""
+        """Whether the completion must be JSON. It ends by itself, and `stop` would cut it, so `stop` is ignored."""
         return self.response_format is not None and self.response_format.is_json
 
     def unused(self) -> Iterator[str]:
@@ -238,22 +233,24 @@ class GenerationFields(CommonFields):
             yield from (name for name in ("stop", "stop_token_ids") if getattr(self, name))
         form = self.response_format
         if form is not None and form.is_json and form.is_relaxed:
-            yield from (
-                f"{form.place}.{to_javascript_path(path)}" for path in list_not_enforced(form.given_schema or {})
-            )
+            yield from (f"{form.place}.{to_javascript_path(path)}" for path in list_not_enforced(form.raw_schema or {}))
+
+    def unread(self, template: TemplateInputs) -> Iterator[str]:
+        """Yield the places of the values that only the chat template could use, but does not read."""
+        yield from ()
 
     @property
     def most_tokens(self) -> int | None:
-        """The most tokens of a completion; None: as many as there is room for."""
+        """Maximum tokens of a completion; None: as many as fit the context."""
         return self.max_tokens
 
     @property
     def n_logprobs(self) -> int | None:
-        """The number of alternatives to each token that come with log probabilities; None: no log probabilities."""
+        """Number of alternatives per token with log probabilities; None: no log probabilities at all."""
         return None
 
     def common(self, salt: str) -> CompletionRequest:
-        """Return the request without its prompt; OpenAI's default is to sample, with a random seed."""
+        """Return the request without its prompt. By default it samples with a random seed, as OpenAI does."""
         extension = self.swiftopt or Options()
         sampling_fields = self.model_dump(include=SAMPLED, exclude_none=True)
         sampling_fields |= {"top_k": max(0, self.top_k or 0), "logit_bias": tuple((self.logit_bias or {}).items())}
@@ -278,7 +275,7 @@ class GenerationFields(CommonFields):
 
 
 class AskedChat(GenerationFields):
-    """A chat."""
+    """A request for the next message of a chat."""
 
     messages: list[Message] = Field(min_length=1, max_length=MOST_MESSAGES)
     max_completion_tokens: int | None = Field(default=None, ge=1, le=LARGEST)
@@ -309,7 +306,7 @@ class AskedChat(GenerationFields):
 
     @property
     def most_calls(self) -> int | None:
-        """The most calls of tools in an answer; None: any number."""
+        """Maximum number of tool calls in an answer; None: any number."""
         return 1 if self.parallel_tool_calls is False else None
 
     @property
@@ -317,42 +314,40 @@ class AskedChat(GenerationFields):
         return (self.top_logprobs or 0) if self.logprobs else None
 
     def requests(self, salt: str) -> list[CompletionRequest]:
-        """Return the one request.
+        """Return the chat's single request.
 
-        Raises: InvalidInput: a field cannot be used with another, or at all.
+        Raises: InvalidInput: a field cannot be used, alone or together with another.
         """
         template, common, forced = self._template(), self.common(salt), self._forced()
         request = replace(
             common,
             forced=forced,
-            json_schema=None if forced else common.json_schema,  # A call leaves no text that could have a form.
+            json_schema=None if forced else common.json_schema,  # A forced call leaves no text for a schema.
             messages=plain_messages(self.messages),
-            tools=tuple(tool.given for tool in self.tools or ()) if self.tool_choice != "none" else (),
+            tools=tuple(tool.client_form for tool in self.tools or ()) if self.tool_choice != "none" else (),
             template=template,
         )
         return [request]
 
     def _template(self) -> dict[str, Any]:
-        """Return the values of the template."""
-        fields = {name: getattr(self, name) for name in TEMPLATE_FIELDS if getattr(self, name) is not None}
-        template_values = {**fields, **(self.chat_template_kwargs or {})}
+        """Return the values for the chat template."""
+        template_values = {name: getattr(self, name) for name in TEMPLATE_FIELDS if getattr(self, name) is not None}
+        template_values |= self.chat_template_kwargs or {}
         if self.continue_final_message and self.add_generation_prompt:
             problem = "continue_final_message and add_generation_prompt exclude each other: choose one"
             raise InvalidInput(problem, "continue_final_message")
         for name in sorted(RESERVED_ARGUMENTS & set(self.chat_template_kwargs or {})):
             path = f"chat_template_kwargs.{name}"
-            raise InvalidInput(f"{path} is no value of a template: leave it out", path)
+            raise InvalidInput(f"{path} is not a value for a template: leave it out", path)
         if self.continue_final_message:
-            return {**template_values, "continue_final_message": True, "add_generation_prompt": False}
-        return (
-            {**template_values, "add_generation_prompt": False}
-            if self.add_generation_prompt is False
-            else template_values
-        )
+            template_values[CONTINUES] = True
+        if self.continue_final_message or self.add_generation_prompt is False:
+            template_values["add_generation_prompt"] = False
+        return template_values
 
     @property
     def must_call(self) -> bool:
-        """Whether the answer has to call a tool."""
+        """Whether the answer must call a tool."""
         return self.tool_choice not in (None, "none", "auto")
 
     @property
@@ -367,15 +362,27 @@ class AskedChat(GenerationFields):
         for i, tool in enumerate(self.tools or ()):
             path, function = f"tools[{i}].function", tool.function
             if function.strict and i not in forced:
-                yield f"{path}.strict"  # The arguments of optional calls are not constrained to the schema.
+                yield f"{path}.strict"  # Only the arguments of forced calls are constrained to the schema.
             elif function.strict is False and i in forced:
                 yield from (
                     f"{path}.parameters.{to_javascript_path(parameter)}"
                     for parameter in list_not_enforced(function.parameters or {})
                 )
 
+    def unread(self, template: TemplateInputs) -> Iterator[str]:
+        yield from (name for name in TEMPLATE_FIELDS if getattr(self, name) is not None and name not in template.values)
+        for name in (self.chat_template_kwargs or {}).keys() - {*template.values, CONTINUES}:
+            yield to_javascript_path(("chat_template_kwargs", name))
+        if template.message_keys is not None:
+            message_keys = frozenset(template.message_keys)
+            for i, message in enumerate(self.messages):
+                yield from (to_javascript_path(("messages", i, key)) for key in message.unread(message_keys))
+
     def _forced(self) -> tuple[int, ...]:
-        """Return the places of the tools one of which has to be called; none: the model may choose."""
+        """Return the indices of the tools of which the answer must call one; none: a call is optional.
+
+        Raises: InvalidInput: `tool_choice` names no tool of the request.
+        """
         if not self.must_call:
             return ()
         function_name = self.tool_choice.function.name if isinstance(self.tool_choice, NamedTool) else None
@@ -383,19 +390,19 @@ class AskedChat(GenerationFields):
         if forced := tuple(i for i, name in enumerate(names) if function_name in (None, name)):
             return forced
         problem = (
-            "a tool is to be called, but none is given"
+            "tool_choice requires a call, but there are no tools: add one"
             if function_name is None
-            else f"there is no tool {function_name!r}"
+            else f"there is no tool {function_name!r}: add it to tools"
         )
-        raise InvalidInput(f"{problem}: add it to tools, or leave tool_choice out", "tool_choice")
+        raise InvalidInput(f"{problem}, or leave tool_choice out", "tool_choice")
 
 
 class AskedText(GenerationFields):
-    """A completion of texts, or of token ids."""
+    """A request to complete texts or token ids."""
 
     REPLACED_BY: ClassVar = {**GenerationFields.REPLACED_BY, "prompt": "prompt"}
 
-    prompt: str | list[str] | list[int] | list[list[int]]
+    prompt: str | list[str] | list[TokenId] | list[list[TokenId]]
     add_special_tokens: bool | None = None
     max_tokens: int | None = Field(default=None, ge=0, le=LARGEST)
     echo: bool | None = None
@@ -412,7 +419,7 @@ class AskedText(GenerationFields):
     def requests(self, salt: str) -> list[CompletionRequest]:
         """Return a request per prompt.
 
-        Raises: InvalidInput: there is none.
+        Raises: InvalidInput: there is no prompt.
         """
         is_one = isinstance(self.prompt, str) or (bool(self.prompt) and isinstance(self.prompt[0], int))
         prompts: Any = [self.prompt] if is_one else self.prompt
@@ -420,27 +427,25 @@ class AskedText(GenerationFields):
             raise InvalidInput("prompt is an empty list: give at least one prompt", "prompt")
         common = replace(self.common(salt), echo=bool(self.echo), special_tokens=self.add_special_tokens is not False)
         return [
-            replace(common, text=prompt_asked)
-            if isinstance(prompt_asked, str)
-            else replace(common, token_ids=tuple(prompt_asked))
-            for prompt_asked in prompts
+            replace(common, text=prompt) if isinstance(prompt, str) else replace(common, token_ids=tuple(prompt))
+            for prompt in prompts
         ]
 
 
 def _form_of(body: Any) -> str:
-    """Return the name of the form that a body is in."""
+    """Return the name of the class that validates a body."""
     is_chat = isinstance(body, Mapping) and body.get("messages") is not None
     return (AskedChat if is_chat else AskedText).__name__
 
 
-AskedTokens = Annotated[  # Bodies of /tokenize: anything with a prompt.
+AskedTokens = Annotated[  # Bodies of /tokenize: any request with a prompt.
     Annotated[AskedChat, Tag(AskedChat.__name__)] | Annotated[AskedText, Tag(AskedText.__name__)],
     Discriminator(_form_of),
 ]
 
 
 class AskedDetokenized(Lenient):
-    """Token ids whose text is wanted."""
+    """A request for the text of token ids."""
 
     model: str
     tokens: list[int]

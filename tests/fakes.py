@@ -71,7 +71,7 @@ def worded_runtime(family: str = "llama", dtype: torch.dtype = torch.float64) ->
     return runtime
 
 
-READY = Ready(64, "v1:0", exact=True, device="cpu", dtype="float32", has_chats=False)  # of a model that is loaded
+READY = Ready(64, "v1:0", exact=True, device="cpu", dtype="float32", template=None)  # of a model that is loaded
 
 
 @cache

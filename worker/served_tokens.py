@@ -11,10 +11,7 @@ from typing import Any
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from ..core.answer_forms import AnswerForm, forms_of, merged
-from ..core.errors import (
-    InvalidInput,
-)
-from ..core.messages import TEMPLATE_FIELDS
+from ..core.errors import InvalidInput
 from ..core.requests import CompletionRequest, Piece
 from ..core.types import DEFAULT_TASK, Prompt
 from ..decoding.grammar import Grammar
@@ -69,11 +66,6 @@ class Tokens:
     def forms(self) -> tuple[str, ...]:
         """The names of the chat template's rows in the table of answer forms."""
         return forms_of(template_text(self._tokenizer))
-
-    @property
-    def template_fields(self) -> tuple[str, ...]:
-        """The fields of chats that the chat template reads."""
-        return tuple(name for name in TEMPLATE_FIELDS if name in template_text(self._tokenizer))
 
     @property
     def form(self) -> AnswerForm:

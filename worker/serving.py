@@ -73,6 +73,7 @@ from ..decoding.events import Generated, Shown, TextAdded
 from ..decoding.grammar import Grammar
 from ..decoding.prefix_files import PrefixFolder
 from ..decoding.session import MAX_CHARS_PER_TOKEN, Session
+from ..decoding.template_inputs import template_inputs
 from ..decoding.work import Work
 from ..models.costs import machine_name
 from ..models.measuring import measuring_turn
@@ -256,8 +257,7 @@ class EngineHost:
                 exact=runtime.exact,
                 device=machine_name(runtime),
                 dtype=runtime.dtype_name,
-                has_chats=bool(getattr(runtime.tokenizer, "chat_template", None)),
-                template_fields=self._tokens.template_fields,
+                template=template_inputs(runtime.tokenizer),
             )
         )
         # Traffic looks up its own plans. Do not wait for the database at the end.

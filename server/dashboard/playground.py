@@ -256,7 +256,7 @@ def _read_form(submitted_fields: Mapping[str, Any], app: State) -> dict[str, str
         "form" not in submitted_fields
         and (engine := app.engines.of.get(str(submitted_fields.get("model", model)))) is not None
     ):
-        defaults["form"] = "chat" if engine.about is not None and engine.about.has_chats else "text"
+        defaults["form"] = "chat" if engine.about is not None and engine.about.template is not None else "text"
     form_fields = defaults | {name: str(submitted_fields[name]) for name in names if name in submitted_fields}
     plan, task = form_fields["plan"], form_fields["task"]
     return {**form_fields, "plan": f"{plan}{OF}{task}" if plan.isdecimal() and task else plan}

@@ -394,8 +394,11 @@ def test_requests_wait_for_a_model_that_is_being_loaded(folder: Path, tmp_path: 
 
         def statuses() -> list[int]:
             with ThreadPoolExecutor(6) as pool:
-                streamed = pool.submit(post, CHAT, json={**BODIES[CHAT], "stream": True})
+                streamed = pool.submit(post, CHAT, json={**BODIES[CHAT], "stream": True, "reasoning_effort": "low"})
                 answers = list(pool.map(lambda each: post(each[0], json=each[1]), asked))
+            # Only the loaded model's template says whether it reads a field.
+            assert streamed.result().headers["x-swiftopt-ignored"] == "reasoning_effort"
+            assert not any("x-swiftopt-ignored" in answer.headers for answer in answers[:3])
             return [answer.status_code for answer in (*answers, streamed.result())]
 
         assert "engine=ready" not in served.log.read_text()
@@ -443,7 +446,7 @@ def test_requests_that_wait_for_a_model_are_bounded_and_told_when_the_server_end
         with pytest.raises(Busy, match="2 requests already run or wait"):
             await engine.until_loaded(START_S)
         engine.give_up()
-        assert await asyncio.gather(*waiting) == [True, True] and engine.n_until_loaded == 0
+        assert await asyncio.gather(*waiting) == [None, None] and engine.n_until_loaded == 0
         with pytest.raises(EngineGone):
             engine.ask(Decode(CompletionRequest()))
 
@@ -924,7 +927,7 @@ WRONG: tuple[tuple[str, dict[str, Any], str, str], ...] = (
     (CHAT, {"stop": ""}, "stop", "empty"),
     (CHAT, {"stop": ["w1"] * 129}, "stop", "at most 128 items"),
     *(
-        (CHAT, {"chat_template_kwargs": {name: "x"}}, f"chat_template_kwargs.{name}", "is no value of a template")
+        (CHAT, {"chat_template_kwargs": {name: "x"}}, f"chat_template_kwargs.{name}", "is not a value for a template")
         for name in ("self", "messages", "conversations", "tokenize")
     ),
     (CHAT, {"chat_template_kwargs": {"date": 5}}, "messages", "does not suit this model's chat template (can only"),
@@ -989,6 +992,13 @@ WRONG: tuple[tuple[str, dict[str, Any], str, str], ...] = (
     (CHAT, {"swiftopt": {"task": "a/b"}}, "swiftopt.task", "use a text without '/' and control characters"),
     (CHAT, {"messages": []}, "messages", "messages is []: use at least 1 item"),
     (COMPLETION, {"prompt": 5}, "prompt", "prompt is 5: use a text, or a list"),
+    # the element that is wrong, and not the first one
+    (COMPLETION, {"prompt": [1, "a"]}, "prompt[1]", "prompt[1] is 'a': use a whole number"),
+    (COMPLETION, {"prompt": ["a", "b", 1]}, "prompt[2]", "prompt[2] is 1: use a text"),
+    (COMPLETION, {"prompt": ["2", 1]}, "prompt[1]", "prompt[1] is 1: use a text"),
+    (COMPLETION, {"prompt": [[1], [2, "a"]]}, "prompt[1][1]", "prompt[1][1] is 'a': use a whole number"),
+    (COMPLETION, {"prompt": [[1], "a"]}, "prompt[1]", "prompt[1] is 'a': use a list"),
+    (RESPONSE, {"input": [SAID[0], 5]}, "input[1]", "input[1] is 5: use an object"),
     (RESPONSE, {"text": {"format": {"type": "xml"}}}, "text.format.type", "use 'text', 'json_object' or 'json_schema'"),
 )
 
@@ -1015,16 +1025,21 @@ def test_null_and_what_is_the_case_anyway_change_nothing(server: Served, path: s
     assert "x-swiftopt-ignored" not in answer.headers and len(optional) > 15
 
 
-def test_template_gets_values_of_any_name(server: Served) -> None:
-    given = {"chat_template_kwargs": {"name": "x", "template": "y", "tokenizer": "z"}}
-    assert server.client.post(CHAT, json={**BODIES[CHAT], **given}).status_code == 200
+def test_template_gets_values_of_any_name_and_the_header_names_those_that_it_does_not_read(server: Served) -> None:
+    given = {"chat_template_kwargs": {"name": "x", "template": "y", "tokenizer": "z", "date": "w5"}}
+    for path in (CHAT, "/tokenize"):
+        answer = server.client.post(path, json={**BODIES[CHAT], **given})
+        assert answer.status_code == 200
+        unread = [name for name in answer.headers["x-swiftopt-ignored"].split(", ") if "kwargs" in name]
+        assert unread == [f"chat_template_kwargs.{name}" for name in ("name", "template", "tokenizer")]
 
 
 def test_schema_that_no_text_can_follow_is_told_without_a_parsers_state(lettered: Served) -> None:
     endless = {"$ref": "urn:a", "$defs": {"a": {"$id": "urn:a", "$ref": "urn:a"}}}
     form = {"type": "json_schema", "json_schema": {"schema": endless}}
     told = refused(lettered.client.post(COMPLETION, json={**BODIES[COMPLETION], "response_format": form}), 400)
-    assert told.startswith("the grammar cannot be followed any further: ") and len(told) < 100
+    ours = "the grammar cannot be followed any further: use a simpler schema or expression (llguidance: "
+    assert told.startswith(ours) and len(told) < len(ours) + 60
 
 
 def test_text_of_many_characters_and_few_tokens_is_read(server: Served) -> None:

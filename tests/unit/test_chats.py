@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 from chat_tokenizers import GEMMA, QWEN, call, qwen, said, templated
+from transformers import PreTrainedTokenizerFast
 
 from swiftopt.core.errors import InvalidInput
 from swiftopt.decoding.chats import ChatPrompt
+from swiftopt.decoding.template_inputs import template_inputs
 
 ANY_ROLE = "{% for m in messages %}<|im_start|>{{ m.role + ' ' + m.content }}<|im_end|>{% endfor %}"
 
@@ -165,3 +167,37 @@ def test_a_function_without_a_description_is_offered(description: dict[str, Any]
     tokenizer = templated(HARMONY)
     assert ChatPrompt(tokenizer, said("w"), {"tools": [described]}).text == "// Its phase.|moon<user>w"
     assert ChatPrompt(tokenizer, said("w"), {"tools": tools}).text == "// Its phase.|moon// |sun<user>w"
+
+
+# --- what a template reads
+
+
+def test_template_reads_the_values_and_the_keys_that_it_names() -> None:
+    inputs = template_inputs(qwen())
+    assert inputs is not None and inputs.message_keys is not None
+    assert {"messages", "tools", "note", "add_generation_prompt"} == {*inputs.values}
+    assert {"role", "content", "tool_calls"} <= {*inputs.message_keys}
+    assert {"m", "call", "weight", "reasoning_content"}.isdisjoint(inputs.message_keys)
+    thinking = template_inputs(templated(HARMONY))
+    assert thinking is not None and {"thinking", "reasoning_content"} <= {*(thinking.message_keys or ())}
+    assert template_inputs(PreTrainedTokenizerFast(tokenizer_object=qwen().backend_tokenizer)) is None
+
+
+def test_value_with_a_default_of_the_template_is_read() -> None:
+    default = "{% if level is not defined %}{% set level = 'low' %}{% endif %}"
+    macro = f"{{% macro effort() %}}{default}{{{{ level }}}}{{% endmacro %}}{{{{ effort() }}}}"
+    inputs = template_inputs(templated(macro + ANY_ROLE))
+    assert inputs is not None and {*inputs.values} == {"messages", "level"}
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        "{{ m | tojson }}",
+        "{% for key, value in m.items() %}{{ value }}{% endfor %}",
+        "{% if m.role == 'tool' %}{{ m }}{% endif %}",
+    ],
+)
+def test_template_that_writes_whole_messages_may_read_any_key(written: str) -> None:
+    inputs = template_inputs(templated(f"{{% for m in messages %}}{{{{ m.role + m.content }}}}{written}{{% endfor %}}"))
+    assert inputs is not None and inputs.message_keys is None

@@ -30,6 +30,7 @@ from swiftopt.core.messages import (
     Ready,
     Serve,
     Steer,
+    TemplateInputs,
     Tokenize,
     TokensText,
     TuningNow,
@@ -87,7 +88,7 @@ MESSAGES: dict[type[Any], st.SearchStrategy[Any]] = {
     ),
     Keys: st.builds(Keys, st.lists(TEXT).map(tuple)),
     Loading: st.builds(Loading, TEXT),
-    Ready: st.just(READY),
+    Ready: st.sampled_from([READY, replace(READY, template=TemplateInputs(("tools",), ("role", "content")))]),
     Failed: st.builds(Failed, st.none() | IDS, TEXT, TEXT, st.none() | TEXT),
     PromptRead: st.builds(
         PromptRead, IDS, IDS, TEXT, st.none() | PIECES, st.lists(TEXT).map(tuple), st.none() | IDS, st.booleans()
