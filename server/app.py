@@ -1,4 +1,4 @@
-"""The app around one store and one job board, and the process that serves it until a signal ends it."""
+"""The app around one store and one job board, and the process that serves it until a signal."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def create_app(
     engines: Engines | None = None,
     traces: TracerProvider | None = None,
 ) -> FastAPI:
-    """Return an app over the store; `queue` None: no Redis, so jobs only wait. The app runs and ends `engines`."""
+    """Return the app of a store. It starts and ends `engines`. Without a `queue` (Redis), jobs only wait."""
     settings, engines = settings or ServerSettings(), engines or Engines()
     app = bare_app(traces)
     for router in (dashboard, *(page.router for page in PAGES)):
@@ -69,7 +69,7 @@ def create_app(
     app.router.lifespan_context = engines.running
     app.add_middleware(AccessMiddleware, settings=settings, answers=app.state.swiftopt.answers)
     app.add_middleware(TransportMiddleware, max_bytes=settings.max_body_bytes)
-    # Add CORS outside the access checks, so that refusals carry its headers and a web page can read them.
+    # CORS is outside the access checks, so that refusals have its headers and a web page can read them.
     if settings.origins:
         app.add_middleware(
             OriginsMiddleware,
@@ -84,7 +84,7 @@ def create_app(
 def listen(host: str, port: int, settings: ServerSettings) -> socket.socket:
     """Return a bound socket.
 
-    Raises: SettingsError: the address is open to others and there is no key, or it cannot be used.
+    Raises: SettingsError: the address cannot be used, or other machines reach it and there is no API key.
     """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -125,10 +125,10 @@ def serve(
     on_state: OnState = lambda name, state: None,
     models: Sequence[ServedModel] = (),
 ) -> None:
-    """Answer requests until SIGTERM or SIGINT; running completions then get `settings.drain_s` to finish.
+    """Serve requests until SIGTERM or SIGINT; running completions then have `settings.drain_s` to finish.
 
-    Raises: SettingsError: the Redis URL cannot be used. ModelNotFound, UnsupportedModel: the first load of a model
-        showed that it cannot be loaded; requests that waited for it have had their answer.
+    Raises: SettingsError: the Redis URL cannot be used. ModelNotFound, UnsupportedModel: a model cannot be loaded at
+        all; requests that waited for it were answered.
     """
     queue = RedisQueue(redis_url) if redis_url else None
     engines = Engines(models, settings.max_waiting, on_state, settings.keys.names)
@@ -154,8 +154,9 @@ def serve(
 
 
 class _Server(uvicorn.Server):
-    """Also ends when a model cannot be loaded. Completions still running `drain_s` after shutdown began are aborted
-    early enough to send their clients an error.
+    """A server that also ends when a model cannot be loaded.
+
+    Completions that still run `drain_s` after the shutdown began are aborted, in time to send their clients an error.
     """
 
     def __init__(self, config: uvicorn.Config, engines: Engines, drain_s: float) -> None:

@@ -1,4 +1,4 @@
-"""A growing completion: its text, thought and tool calls, its tokens' names and offsets, and statistics."""
+"""A growing completion: its text, thought and tool calls, names and offsets of its tokens, and statistics."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from .engines import Reply
 class Choice:
     """One completion of an answer as it grows.
 
-    It may call tools, given by name with the schemas of their arguments, at most `most_calls` times (None: no limit),
-    and must call one if it `is_forced`.
+    `schemas` are those of the arguments of its tools, by name. It may make at most `most_calls` calls (None: no limit),
+    and must make one if it `is_forced`.
 
-    `prefix` is the prompt if it is echoed, and `first` the prompt's first token, which has no log probability,
-    until it is sent. `first_text_s` is the client's wait for its first text. `done` is the engine's last answer, with
-    the `completion`. `n_prompt` and `n_thought` count tokens, `n_sent_thought` characters. `splitter` is set if the
-    model's thoughts have markers, and `end_of_thought` is the token that ends them, or -1.
+    If the prompt is echoed, `prefix` is its text, and `first` its first token, which has no log probability, until it
+    is sent. `first_text_s` is the client's wait for the first text. `done` is the engine's last answer, which has the
+    `completion`. `n_prompt` and `n_thought` count tokens, `n_sent_thought` characters. `splitter` is set if the model
+    marks its thoughts; `end_of_thought` is the token that ends them, or -1.
 
     `logprobs` belong to tokens whose text was not sent yet. For token offsets, `n_characters` counts the characters so
     far, and `half` has the bytes of an incomplete character.
@@ -61,15 +61,15 @@ class Choice:
         self._expect(NO_FORM)
 
     def fresh_copy(self) -> Choice:
-        """Return a fresh copy of the choice, for a new engine process that decodes it again."""
+        """Return the choice without its text, for a new engine process that decodes it again."""
         return Choice(self.index, self.reply, self.schemas, self.is_forced, self.most_calls)
 
     def _expect(self, form: AnswerForm) -> None:
-        """Expect calls in a form."""
+        """Create the parser of tool calls in a form, if there are tools."""
         self.tools = ToolParser(self.schemas, self.is_forced, self.most_calls, form) if self.schemas else None
 
     def begin(self, read: PromptRead) -> None:
-        """Store the engine's data about the prompt."""
+        """Store the data of the prompt that the engine has read."""
         self.n_prompt, self.prefix, self.first = read.n_tokens, read.text, read.first
         form = merged(read.forms)
         self._expect(form)
@@ -83,7 +83,7 @@ class Choice:
         return time.perf_counter() - self.reply.sent_at
 
     def add(self, answer: AnswerText | AnswerDone) -> str:
-        """Add a part of the text, or the end; return the text to show."""
+        """Add a part of the text, or the end; return the new text for the client."""
         if not self.n_tokens:  # For a completion without text, the end counts as the first text.
             self.first_text_s = self.waited_s
         match answer:
@@ -102,7 +102,7 @@ class Choice:
         return text
 
     def _split(self, text: str) -> str:
-        """Return the part of a text that is neither thought nor tool call."""
+        """Add a part of the text to the parsers; return what is neither thought nor tool call."""
         if self.splitter is not None:
             thought, text = self.splitter.add(text)
             self.thought += thought
@@ -110,7 +110,7 @@ class Choice:
         return text if self.tools is None else self.tools.add(text)
 
     def _rest(self) -> str:
-        """Return the rest of the text to show; count the tokens of the thought."""
+        """End the parsers; return the rest of the text, and count the tokens of the thought."""
         rest = ""
         if self.splitter is not None:
             thought, rest = self.splitter.end()
@@ -126,17 +126,14 @@ class Choice:
         """Return the next token's offset in the whole text; a token that is not part of the text has width 0."""
         offset = self.n_characters
         if isinstance(piece, list):
-            match_text, n_read = utf_8_decode(self.half + bytes(piece), "replace", False)
-            self.n_characters, self.half = offset + len(match_text), (self.half + bytes(piece))[n_read:]
+            characters, n_read = utf_8_decode(self.half + bytes(piece), "replace", False)
+            self.n_characters, self.half = offset + len(characters), (self.half + bytes(piece))[n_read:]
             return offset
-        # An incomplete character was followed by other text: it is shown as a replacement character.
+        # An incomplete character before other text is shown as a replacement character.
         if self.half:
             offset, self.half = offset + 1, b""
-        candidates = (piece, f" {piece}", piece.removeprefix(" "))
-        match = next(
-            (match_text for match_text in candidates if match_text.startswith(text[offset : offset + len(match_text)])),
-            "",
-        )
+        spellings = (piece, f" {piece}", piece.removeprefix(" "))
+        match = next((word for word in spellings if word.startswith(text[offset : offset + len(word)])), "")
         self.n_characters = offset + len(match)
         return offset + (len(match) > len(piece))
 
@@ -161,7 +158,7 @@ def token_name_and_bytes(token: Piece) -> tuple[str, list[int]]:
 
 
 def logprob_by_name(alternatives: Sequence[tuple[Piece, float]]) -> dict[str, float]:
-    """Return name -> alternative token; of two with the same name, the likelier one, which comes first."""
+    """Return the log probabilities of alternatives by name; the likelier of two with one name comes first and wins."""
     return {token_name_and_bytes(token)[0]: logprob for token, logprob in reversed(alternatives)}
 
 

@@ -1,7 +1,7 @@
 """Errors over HTTP: RFC 9457 problem details, and OpenAI's form on its routes.
 
-A problem has one stable `type` per class of error and one sentence as `detail`. OpenAI's form has that sentence as
-`message`, and OpenAI's own words as `type` and `code`, on which clients base their reaction.
+A problem has one stable `type` per class of error and one sentence as `detail`. OpenAI's form has this sentence as
+`message`, and OpenAI's values of `type` and `code`, to which clients react.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ MEDIA_TYPE = "application/problem+json"
 URN = "urn:swiftopt:problem:"
 RETRY_AFTER_S = 2  # Retry-After header while the database is unreachable, in seconds.
 
-# (exception, HTTP status, OpenAI's code). The first match counts.
+# (exception, HTTP status, OpenAI's code). The first match applies.
 ANSWERS: tuple[tuple[type[SwiftoptError], int, str | None], ...] = (
     (ContextOverflow, 422, "context_length_exceeded"),
     (ParametersError, 422, "invalid_function_parameters"),
@@ -99,13 +99,13 @@ class OpenAIError(BaseModel):
         message: str = Field(description="One sentence: what, where, what to do.")
         type: str = Field(description="`invalid_request_error`, `requests`, `tokens` (429) or `server_error`.")
         param: str | None
-        code: str | None = Field(description="OpenAI's code of the error, as `context_length_exceeded`.")
+        code: str | None = Field(description="OpenAI's code of the error, such as `context_length_exceeded`.")
 
     error: Error
 
 
 class Refused(HTTPException):
-    """Refuses a request: `kind` is the end of the problem's type, `param` names a field, `code` is OpenAI's."""
+    """An HTTP error: `kind` is the end of the problem's type, `param` the invalid field, `code` OpenAI's."""
 
     def __init__(
         self,
@@ -120,7 +120,7 @@ class Refused(HTTPException):
         self.kind, self.param, self.code = kind, param, code
 
     def response(self, path: str) -> Response:
-        """Return the response in the form that clients of the route at `path` expect."""
+        """Return the response in the form of the route at `path`."""
         if not has_openai_errors(path):
             values = as_problem(self.status_code, self.kind, self.detail)
             return Response(json.dumps(values), self.status_code, self.headers, MEDIA_TYPE)
@@ -136,12 +136,12 @@ class Refused(HTTPException):
 
 
 def has_openai_errors(path: str) -> bool:
-    """Return whether the errors of a route have OpenAI's form; those of unknown routes do."""
+    """Return whether a route's errors have OpenAI's form, as those of unknown routes below /v1 do."""
     return path == "/v1" or (path.startswith(GUARDED) and not path.startswith(PATHS_WITH_OWN_ERRORS))
 
 
 def as_problem(status: int, kind: str, detail: str) -> dict[str, Any]:
-    """Return the problem's object."""
+    """Return the JSON object of a problem."""
     title = kind.replace("-", " ").capitalize()
     return {"type": URN + kind, "title": title, "status": status, "detail": detail}
 
@@ -152,7 +152,7 @@ def answer_to(error: SwiftoptError) -> tuple[int, str | None]:
 
 
 def kind_of(error: SwiftoptError) -> str:
-    """Return the name in a problem's type: LayerSetNotFound -> layer-set-not-found."""
+    """Return an error's name in a problem's type: LayerSetNotFound -> layer-set-not-found."""
     return re.sub(r"(?<!^)(?=[A-Z])", "-", type(error).__name__).lower()
 
 
@@ -167,7 +167,7 @@ async def _respond(request: Request, error: Exception) -> Response:
 
 
 def refused_at(request: Request, error: Exception) -> Refused:
-    """Return the HTTP error for an exception; at an unknown address it suggests the intended one."""
+    """Return the HTTP error for an exception; for an unknown address it suggests the intended one."""
     refused = refused_by(error)
     if refused.kind == "no-such-route" and (meant := _meant_route(request)):
         refused.detail = f"there is nothing at this address: use {meant}"
@@ -199,7 +199,7 @@ def refused_by(error: Exception) -> Refused:
         if "GET" in headers.get("Allow", ""):
             headers["Allow"] += ", HEAD"
         return Refused(error.status_code, kind, detail, headers, code=code)
-    return Refused(500, "internal", "the server failed on this request: its log has the reason, tell its operator")
+    return Refused(500, "internal", "the server failed on this request: its log has the reason, ask its operator")
 
 
 def _invalid(error: RequestValidationError) -> Refused:
@@ -216,14 +216,14 @@ def _invalid(error: RequestValidationError) -> Refused:
         ]
         problem, path, value_errors = explain_body_error(body_errors, error.body)
         return Refused(422, "invalid-input", problem, param=path or None, code=_code_of(value_errors))
-    # After a parameter's name only pydantic's name of the tried type can follow, because parameters are scalars.
+    # Parameters are scalars, so only pydantic's name of a type can follow a parameter's name.
     field_path = [str(part)[:100] for part in first_error["loc"][:2]]
     problem = explain_error(field_path, first_error["type"], first_error["msg"], first_error["input"])
     return Refused(422, "invalid-input", problem, code="invalid_value")
 
 
 def _code_of(errors: Sequence[Mapping[str, Any]]) -> str:
-    """Return OpenAI's code for pydantic's errors about one value, one error per type that the value could have."""
+    """Return OpenAI's code for pydantic's errors about one value; it has one error per type of the field."""
     codes = [_body_code(error) for error in errors]
     return next((code for code in codes if code != "invalid_type"), "invalid_type")
 

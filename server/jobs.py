@@ -1,6 +1,6 @@
-"""Jobs over HTTP: submit, list, show, control, download their outputs, and follow their events.
+"""Jobs over HTTP: submit, list, show and control them, download their outputs, and follow their events.
 
-The prompts of a job are in its body, in an upload, or in a file under a configured folder.
+The prompts of a job come from its body, an upload, or a file in a configured folder.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from .settings import MIB
 OPEN_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 POLL_S = 0.5  # Seconds between two queries for new events.
 OUTAGE_S = 2.0  # Seconds between two queries while the database is unreachable.
-PAGE = 500
+PAGE = 500  # Maximum events of a query.
 KEEP_ALIVE_S = 15  # Seconds between keep-alive comments on a silent event stream.
 LINES_PER_CHUNK = 32
 
@@ -58,7 +58,7 @@ JobId = Annotated[str, PathField(pattern=r"^[0-9A-Za-z_-]{1,64}$", description="
 
 
 class StreamSource(Strict):
-    """The prompts: exactly one of the three."""
+    """The prompts: exactly one of `prompts`, `name` and `upload`."""
 
     model_config = ConfigDict(json_schema_extra={"minProperties": 1, "maxProperties": 1})
 
@@ -110,7 +110,7 @@ class JobSubmission(Strict):
         }
 
     def tune_request(self, stream: str, task: str) -> TuneRequest:
-        """Return the request for a worker; the prompts are stored separately."""
+        """Return the request for a worker, without the prompts, which are stored separately."""
         fields = {name: value for name, value in self if name not in ("queue", "preset")}
         return TuneRequest(**{**fields, "stream": stream, "task": task})
 
@@ -158,10 +158,10 @@ UPLOAD = {
 
 
 def prompts_of(app: State, body: JobSubmission) -> tuple[list[Prompt], str, str]:
-    """Return the job's prompts, a name for their origin, and the task of lines that name none.
+    """Return the job's prompts, the name of their source, and the task of lines that name none.
 
-    Raises: NotFound: no such upload or file. StreamError: a line is not a prompt. SettingsError: the name cannot be
-            used.
+    Raises: NotFound: there is no such upload or file. StreamError: a line is not a prompt. SettingsError: the name
+            cannot be used, or the task of an upload is set again.
     """
     source = body.stream
     if source.upload:
@@ -185,7 +185,7 @@ def read_named(folders: Sequence[Path], name: str, max_bytes: int) -> bytes:
     """Read a regular file under one of the folders; symbolic links may not lead outside.
 
     Raises: SettingsError: the name is not a plain relative path, leads out of the folder, or is not a file.
-        StreamNotFound: there is no such file; the message names the nearest.
+        StreamNotFound: there is no such file; the message suggests a similar name.
     """
     path = PurePosixPath(name)
     if path.is_absolute() or ".." in path.parts or "\\" in name or not name.isprintable() or len(name) > 512:
@@ -210,7 +210,7 @@ def _read(folder: Path, name: str, max_bytes: int) -> bytes:
     real_path = Path(os.path.realpath(folder / name, strict=True))
     if not real_path.is_relative_to(folder):
         raise SettingsError(f"stream {name!r} is outside the server's stream folder: use a file inside it")
-    # Open the path component by component without following links: it may have been replaced since the check.
+    # Open the path component by component and follow no links, because it may have been replaced since the check.
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     for component in real_path.relative_to(folder).parts:
         try:
@@ -255,7 +255,7 @@ async def upload_stream(
 
 
 def keep_upload(app: State, content: bytes, task: str) -> tuple[str, int]:
-    """Store a stream that jobs can name; return its SHA-256 and the number of its prompts.
+    """Store a stream for jobs; return its SHA-256 and the number of its prompts.
 
     Raises: StreamError: a line is not a prompt.
     """
@@ -363,10 +363,10 @@ def steer(app: Shared, job: JobId, verb: Verb) -> Response:
 
 
 async def _follow(board: JobBoard, job_id: str, after: int) -> AsyncIterator[ServerSentEvent]:
-    """Yield events until the job has ended; an outage of the database makes it wait, not end."""
+    """Yield the job's events until it has ended; wait while the database is unreachable."""
     last_sent: Mapping[str, Any] | None = None
     while True:
-        # Read the job before its events: once it reads as ended, the events that follow are complete.
+        # Read the job before its events: if it has ended, the events read afterwards are complete.
         try:
             job = await run_in_threadpool(board.get, job_id)
             page = await run_in_threadpool(board.events, job_id, after, PAGE)

@@ -19,17 +19,17 @@ from ..core.rounds import NO_ROUNDS, RequestRounds
 from ..core.types import Completion, FinishReason, Timings
 
 BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
-WAITS = (
-    ("time_to_first_token_seconds", "From a request to its first text."),
-    ("inter_token_latency_seconds", "Per token after the first text."),
-    ("e2e_request_latency_seconds", "From a request to its end."),
+LATENCIES = (  # Histograms: (name, help text).
+    ("time_to_first_token_seconds", "Seconds from a request to its first text."),
+    ("inter_token_latency_seconds", "Seconds per token after the first text."),
+    ("e2e_request_latency_seconds", "Seconds from a request to its end."),
 )
 # Counters: (name, help text, attribute of `Period`).
 COUNTERS = (
-    ("prompt_tokens", "Tokens of prompts.", "prompt_tokens"),
-    ("generation_tokens", "Tokens of completions.", "tokens"),
-    ("prefix_cache_queries", "Tokens of prompts looked up in what was read before.", "prompt_tokens"),
-    ("prefix_cache_hits", "Tokens of prompts that were found there.", "cached_tokens"),
+    ("prompt_tokens", "Prompt tokens.", "prompt_tokens"),
+    ("generation_tokens", "Completion tokens.", "tokens"),
+    ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", "prompt_tokens"),
+    ("prefix_cache_hits", "Prompt tokens found in the prefix cache.", "cached_tokens"),
     ("spec_decode_num_drafts", "Rounds that drafted.", "drafts"),
     ("spec_decode_num_draft_tokens", "Draft steps.", "drafted"),
     ("spec_decode_num_accepted_tokens", "Drafted tokens that were accepted.", "accepted"),
@@ -39,47 +39,46 @@ SUCCESS, ERROR = "vllm:request_success", "error"
 FINISH_REASONS = ("stop", "length", ERROR)
 # Gauges per task: (name, help text, value; None if not known yet).
 TASK_GAUGES: tuple[tuple[str, str, Callable[[TaskTuning], float | None]], ...] = (
-    ("drafts", "1 where a task's requests are decoded with drafts, 0 where plainly.", lambda of: of.in_use == "drafts"),
-    ("version", "The stored plan in use.", lambda of: of.version),
-    ("ratio", "Plain seconds / drafted seconds, as measured.", lambda of: of.ratio),
-    ("ratio_low", "The lower end of the ratio's interval.", lambda of: of.interval and of.interval[0]),
-    ("ratio_high", "The upper end of the ratio's interval.", lambda of: of.interval and of.interval[1]),
-    ("plain_tokens_per_second", "Of plain decoding, in the pairs of the ratio.", lambda of: of.plain_tok_s),
-    ("drafted_tokens_per_second", "With drafts, in the pairs of the ratio.", lambda of: of.drafted_tok_s),
-    ("saved_seconds", "That plain decoding would have taken longer, since the start.", lambda of: of.all_saved_s),
+    ("drafts", "1 if the task's requests are decoded with drafts, 0 if plainly.", lambda task: task.in_use == "drafts"),
+    ("version", "Version of the stored plan in use.", lambda task: task.version),
+    ("ratio", "Measured speed-up: plain seconds / drafted seconds.", lambda task: task.ratio),
+    ("ratio_low", "Lower end of the speed-up's interval.", lambda task: task.interval and task.interval[0]),
+    ("ratio_high", "Upper end of the speed-up's interval.", lambda task: task.interval and task.interval[1]),
+    ("plain_tokens_per_second", "Plain decoding in the speed-up's pairs.", lambda task: task.plain_tok_s),
+    ("drafted_tokens_per_second", "Decoding with drafts in the speed-up's pairs.", lambda task: task.drafted_tok_s),
+    ("saved_seconds", "Seconds saved against plain decoding since the start.", lambda task: task.all_saved_s),
 )
-# Counters per task since the start of the engine's process.
+# Counters per task since the start of the engine's process: (name, help text, value).
 TASK_COUNTERS: tuple[tuple[str, str, Callable[[TaskTuning], float]], ...] = (
-    ("requests", "Requests that have ended.", lambda of: of.requests),
-    ("tokens", "Tokens of these.", lambda of: of.tokens),
-    ("decode_seconds", "Seconds of rounds.", lambda of: of.seconds),
-    ("search_seconds", "Seconds that the search has taken in addition.", lambda of: of.search.seconds),
+    ("requests", "Ended requests.", lambda task: task.requests),
+    ("tokens", "Completion tokens of ended requests.", lambda task: task.tokens),
+    ("decode_seconds", "Seconds of rounds.", lambda task: task.seconds),
+    ("search_seconds", "Additional seconds that the search has taken.", lambda task: task.search.seconds),
 )
-
-# Gauges of what an engine keeps: (name, help text, value).
-KEPT_GAUGES: tuple[tuple[str, str, Callable[[KeptTexts], float]], ...] = (
-    ("prefix_cache_tokens", "Tokens whose keys and values are kept.", lambda of: of.prefix_tokens),
-    ("prefix_cache_bytes", "Memory that these take.", lambda of: of.prefix_bytes),
-    ("prefix_cache_disk_bytes", "Disk space of stored keys and values.", lambda of: of.disk_bytes),
-    ("corpus_tokens", "Tokens of finished answers that drafts may repeat.", lambda of: of.corpus_tokens),
-    ("corpus_bytes", "Memory that these take.", lambda of: of.corpus_bytes),
+# Gauges of an engine's prefix cache and corpus: (name, help text, value).
+CACHE_GAUGES: tuple[tuple[str, str, Callable[[KeptTexts], float]], ...] = (
+    ("prefix_cache_tokens", "Tokens whose keys and values are in memory.", lambda kept: kept.prefix_tokens),
+    ("prefix_cache_bytes", "Memory of these keys and values.", lambda kept: kept.prefix_bytes),
+    ("prefix_cache_disk_bytes", "Disk space of stored keys and values.", lambda kept: kept.disk_bytes),
+    ("corpus_tokens", "Tokens of finished answers that drafts may repeat.", lambda kept: kept.corpus_tokens),
+    ("corpus_bytes", "Memory of these tokens.", lambda kept: kept.corpus_bytes),
 )
-DISK_HITS = "swiftopt_prefix_cache_disk_tokens", "Tokens of prompts that were read from disk."
+DISK_HITS = "swiftopt_prefix_cache_disk_tokens", "Prompt tokens whose keys and values were read from disk."
 
 PERIOD_S = 10  # Length of a period of the history, in seconds.
 NOW_S = 60  # Time window of `History.now`, in seconds.
 KEPT_S = 6 * 3600  # Seconds for which the history is kept.
-MOST_HISTORIES = 64  # Most tasks with a history: those with the latest requests.
+MOST_HISTORIES = 64  # Maximum number of tasks with a history; a new task replaces the one that was idle longest.
 
 
 @dataclass(slots=True)
 class Period:
-    """Sums over requests that ended within one period, which begins `at` seconds since 1970, and their figures.
+    """Sums over the requests that ended within one period, which begins `at` seconds since 1970.
 
-    `decoded` are the tokens of rounds, `drafts` the rounds that drafted. `drafted_tokens` in `drafted_s` seconds are of
-    these, `plain_tokens` in `plain_s` of the others; `exact` tokens are known to be those of plain decoding.
-    `first_token_s` and, of the `n_timed` requests with more than one token, `between_tokens_s` are what their clients
-    waited, on average per request. What each figure means is a table in docs/serving.md.
+    `decoded` counts the tokens of rounds, `drafts` the rounds that drafted. Rounds that drafted made `drafted_tokens`
+    in `drafted_s` seconds, the others `plain_tokens` in `plain_s`. `exact` counts tokens known to equal those of plain
+    decoding. `first_token_s` sums the clients' waits for the first token; `between_tokens_s` sums the mean wait between
+    tokens of the `n_timed` requests with more than one token. docs/serving.md has a table of the figures.
     """
 
     at: int
@@ -106,7 +105,10 @@ class Period:
     def of(
         cls, completion: Completion, first_token_s: float, total_s: float, rounds: RequestRounds = NO_ROUNDS
     ) -> Period:
-        """Return the sums of a request that ends now; both waits are measured from the client's side."""
+        """Return the sums of a request that ends now.
+
+        Args: first_token_s, total_s: the client's seconds until its first text and until the end.
+        """
         n_between = completion.n_tokens - 1
         return cls(
             int(time.time()) // PERIOD_S * PERIOD_S,
@@ -152,7 +154,7 @@ class Period:
 
     @property
     def cached_share(self) -> float | None:
-        """Share of the prompts' tokens that were read before."""
+        """Share of the prompts' tokens found in the prefix cache."""
         return _quotient(self.cached_tokens, self.prompt_tokens)
 
     @property
@@ -165,17 +167,19 @@ class Period:
 
     @property
     def ratio(self) -> float | None:
-        """Tokens per second of rounds that drafted / of the others; None unless there were both."""
+        """Speed-up: tokens per second of rounds that drafted / of the others; None unless there were both."""
         plain, drafted = self.plain_tok_s, self.drafted_tok_s
         return drafted / plain if plain and drafted is not None else None
 
     @property
     def accepted_by_position(self) -> list[float]:
-        """Per draft position, the share of drafted rounds that accepted it."""
+        """Per draft position, the share of the rounds that drafted in which it was accepted."""
         return [n / self.drafts for n in self.accepted_per_position] if self.drafts else []
 
     def throughput(self, length_s: float) -> float | None:
-        """Tokens per second of all requests, idle time included; None where none ended, or it has just begun.
+        """Return the tokens per second of all requests, idle time included.
+
+        None: no request has ended, or less than PERIOD_S has passed.
 
         Args: length_s: seconds of the whole period, which may not be over.
         """
@@ -220,20 +224,20 @@ class History:
             periods.append(request_sums)
 
     def total(self, model: str) -> Period:
-        """Return a model's traffic since the server's start."""
+        """Return a model's sums since the server's start."""
         return self._totals.get(model, Period(0))
 
     def last(
         self, span_s: int, n: int, model: str | None = None, task: str | None = None, until_s: float | None = None
     ) -> list[Period]:
-        """Return the last `span_s` seconds of a model and task (None: of all) in `n` periods, the oldest first.
+        """Return the last `span_s` seconds in `n` periods, the oldest first.
 
-        They end at `until_s`, in seconds since 1970; None: now.
+        Args: model, task: None: of all. until_s: end of the last period, in seconds since 1970; None: now.
         """
         length = max(PERIOD_S, span_s // n)
         end_s = int(time.time() if until_s is None else until_s) // length * length + length
         merged = [Period(start_s) for start_s in range(end_s - n * length, end_s, length)]
-        for periods in self._of(model, task):
+        for periods in self._matching(model, task):
             for period in reversed(periods):
                 if period.at < merged[0].at:
                     break
@@ -242,18 +246,18 @@ class History:
         return merged
 
     def last_at(self, model: str | None = None, task: str | None = None) -> int | None:
-        """Return when the last period with a request began; None: there is none."""
-        return max((periods[-1].at for periods in self._of(model, task) if periods), default=None)
+        """Return when the last period with an ended request began, in seconds since 1970; None: there is none."""
+        return max((periods[-1].at for periods in self._matching(model, task) if periods), default=None)
 
-    def _of(self, model: str | None, task: str | None) -> list[deque[Period]]:
+    def _matching(self, model: str | None, task: str | None) -> list[deque[Period]]:
         return [
             periods
-            for (of_model, of_task), periods in self._periods.items()
-            if model in (None, of_model) and task in (None, of_task)
+            for (model_name, task_name), periods in self._periods.items()
+            if model in (None, model_name) and task in (None, task_name)
         ]
 
     def now(self, model: str) -> Period:
-        """Return a model's traffic of the last NOW_S seconds, at most a period less: the newest one is incomplete."""
+        """Return a model's sums of the last NOW_S seconds or up to PERIOD_S less: the newest period is incomplete."""
         oldest, *later_periods = self.last(NOW_S, NOW_S // PERIOD_S, model)
         return sum(later_periods, oldest)
 
@@ -265,7 +269,7 @@ def metric(
     labels: Sequence[str],
     values: Iterable[tuple[Sequence[str], float]],
 ) -> Metric:
-    """Return a metric from pairs of label values and value."""
+    """Return a metric whose samples are pairs of label values and value."""
     family = kind(name, help, labels=labels)
     for label_values, value in values:
         family.add_metric(label_values, value)
@@ -273,7 +277,7 @@ def metric(
 
 
 class MeasuredEngine(Protocol):
-    """The engine's attributes that the metrics read: starts, requests, requests waiting for the model, tuning."""
+    """The attributes of an engine that its metrics read; `n_until_loaded` counts requests waiting for the load."""
 
     served: ServedModel
     n_starts: int
@@ -285,16 +289,16 @@ class MeasuredEngine(Protocol):
 
 
 class EngineMetrics(Collector):
-    """The engines' metrics under vLLM's names; the counters are the totals of `history`."""
+    """The engines' metrics, under vLLM's names where vLLM has them; the counters are the totals of `history`."""
 
     def __init__(self, engines: Mapping[str, MeasuredEngine]) -> None:
         self._engines, self._request_metrics, self.history = engines, CollectorRegistry(), History()
         metric_options: dict[str, Any] = {"labelnames": ["model_name"], "registry": self._request_metrics}
-        self._waits = {
-            name: Histogram(f"vllm:{name}", help, **metric_options, buckets=BUCKETS_S) for name, help in WAITS
+        self._latencies = {
+            name: Histogram(f"vllm:{name}", help, **metric_options, buckets=BUCKETS_S) for name, help in LATENCIES
         }
         metric_options["labelnames"] = ["model_name", "finished_reason"]
-        self._ended_counter = Counter(SUCCESS, "Requests that ended.", **metric_options)
+        self._ended_counter = Counter(SUCCESS, "Ended requests.", **metric_options)
         # Create each counter at 0, so that Prometheus' rate() sees the first failure as an increase.
         for name, reason in product(engines, FINISH_REASONS):
             self._ended_counter.labels(name, reason)
@@ -308,25 +312,25 @@ class EngineMetrics(Collector):
             for name, engine in engines
         ]
         starts = [([name], engine.n_starts) for name, engine in engines]
-        yield metric(GaugeMetricFamily, "vllm:num_requests_running", "Requests that are decoded.", label, running)
-        yield metric(GaugeMetricFamily, "vllm:num_requests_waiting", "Requests that wait.", label, waiting)
-        yield metric(CounterMetricFamily, "swiftopt_engine_starts", "Starts of an engine.", label, starts)
+        yield metric(GaugeMetricFamily, "vllm:num_requests_running", "Requests being decoded.", label, running)
+        yield metric(GaugeMetricFamily, "vllm:num_requests_waiting", "Requests waiting for a place.", label, waiting)
+        yield metric(CounterMetricFamily, "swiftopt_engine_starts", "Starts of the engine's process.", label, starts)
         tasks = [(name, task) for name, engine in engines for task in engine.tuning.tasks]
         for kind, figures in ((GaugeMetricFamily, TASK_GAUGES), (CounterMetricFamily, TASK_COUNTERS)):
             for figure_name, help, value_of in figures:
                 values = [([name, task.task], value_of(task)) for name, task in tasks]
                 samples = [(labels, float(value)) for labels, value in values if value is not None]
                 yield metric(kind, f"swiftopt_serving_{figure_name}", help, ["model_name", "task"], samples)
-        kept = [([name], engine.tuning.kept) for name, engine in engines]
-        for name, help, kept_of in KEPT_GAUGES:
-            samples = [(labels, float(kept_of(texts))) for labels, texts in kept if texts is not None]
+        caches = [([name], engine.tuning.kept) for name, engine in engines if engine.tuning.kept is not None]
+        for name, help, size_of in CACHE_GAUGES:
+            samples = [(labels, float(size_of(kept))) for labels, kept in caches]
             yield metric(GaugeMetricFamily, f"swiftopt_{name}", help, label, samples)
-        disk_samples = [(labels, float(texts.disk_tokens)) for labels, texts in kept if texts is not None]
+        disk_samples = [(labels, float(kept.disk_tokens)) for labels, kept in caches]
         yield metric(CounterMetricFamily, *DISK_HITS, label, disk_samples)
         totals = [(name, self.history.total(name)) for name in self._engines]
         for name, help, field_name in COUNTERS:
-            samples_of_sum = [([model], float(getattr(total, field_name))) for model, total in totals]
-            yield metric(CounterMetricFamily, f"vllm:{name}", help, label, samples_of_sum)
+            samples = [([model], float(getattr(total, field_name))) for model, total in totals]
+            yield metric(CounterMetricFamily, f"vllm:{name}", help, label, samples)
         help = "Accepted tokens by position in the draft, from 0."
         by_position = [
             ([model, str(position)], float(n))
@@ -337,18 +341,18 @@ class EngineMetrics(Collector):
         yield from self._request_metrics.collect()
 
     def add(self, model: str, task: str, request_sums: Period, total_s: float, finish_reason: FinishReason) -> None:
-        """Count an ended request; its client waited `total_s` seconds."""
+        """Count an ended request; its client waited `total_s` seconds for the end."""
         self.history.add(model, task, request_sums)
-        waits = {
+        latencies = {
             "time_to_first_token_seconds": request_sums.first_token_s,
             "e2e_request_latency_seconds": total_s,
         }
         if request_sums.n_timed:
-            waits["inter_token_latency_seconds"] = request_sums.between_tokens_s
-        for name, seconds in waits.items():
-            self._waits[name].labels(model).observe(seconds)
+            latencies["inter_token_latency_seconds"] = request_sums.between_tokens_s
+        for name, seconds in latencies.items():
+            self._latencies[name].labels(model).observe(seconds)
         self._ended_counter.labels(model, "length" if finish_reason == "length" else "stop").inc()
 
     def fail(self, model: str, n: int) -> None:
-        """Count requests that have failed."""
+        """Count `n` failed requests."""
         self._ended_counter.labels(model, ERROR).inc(n)

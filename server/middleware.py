@@ -33,11 +33,10 @@ from .storage import StorageCheck
 from .transport import too_large
 from .usage import UsageTable
 
-LOGINS_PER_MIN = 20  # Log-ins to the dashboard per address and minute.
+LOGINS_PER_MIN = 20  # Maximum log-ins to the dashboard per address and minute.
 IDENTITY = "identity"  # Content-Encoding of an uncompressed body.
-# Routes that monitoring polls every few seconds: not logged by default.
-POLLS = ("/livez", "/readyz", "/health", "/metrics")
-REQUEST_ID = "x-request-id"  # Header of a request's id, in the request and in its answer.
+POLLS = ("/livez", "/readyz", "/health", "/metrics")  # Monitoring asks every few seconds: not logged by default.
+REQUEST_ID = "x-request-id"  # Header with a request's id, in the request and in its answer.
 LOOKUPS = "/v1/layer-sets/"  # Path prefix of single lookups. They are cached and exempt from the rate limit.
 JSON = ("application/json",)
 LINES = ("application/jsonl", "application/x-ndjson", "application/octet-stream", "multipart/form-data")
@@ -59,9 +58,9 @@ def sse(content: Mapping[str, Any], event: str | None = None, number: int | None
 
 
 class RateLimit:
-    """At most `per_min` of something for each caller in any minute; 0: no limit.
+    """A limit of `per_min` items for each caller in any minute; 0: no limit.
 
-    `counted` limits keep two counters per caller instead of a time per item, for large amounts such as tokens.
+    With `counted` it keeps two counters per caller instead of a time per item, for large amounts such as tokens.
     """
 
     def __init__(self, per_min: int, counted: bool = False) -> None:
@@ -70,7 +69,7 @@ class RateLimit:
         self._spent_per_caller = kind(MemoryStorage())
 
     def wait_s(self, caller: str) -> int:
-        """Return the seconds until the caller may send another request; 0: none."""
+        """Return the seconds until the caller may spend again; 0: it may now."""
         if self._limit is None or self._spent_per_caller.test(self._limit, caller):
             return 0
         return max(1, math.ceil(self._spent_per_caller.get_window_stats(self._limit, caller).reset_time - time.time()))
@@ -78,7 +77,7 @@ class RateLimit:
     def check(self, caller: str, limit_name: str) -> None:
         """Raise Refused (429) if the caller's limit is used up; `limit_name` names the limited quantity."""
         if wait_s := self.wait_s(caller):
-            detail = f"more than {self._per_min} {limit_name} a minute: wait {wait_s} s, then go on"
+            detail = f"more than {self._per_min} {limit_name} a minute: wait {wait_s} s, then continue"
             raise Refused(
                 429, f"too-many-{limit_name}", detail, {"Retry-After": str(wait_s)}, code="rate_limit_exceeded"
             )
@@ -92,7 +91,7 @@ class RateLimit:
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """The state of an app, which its routes share; `queue` is None without Redis. A process can hold several apps."""
+    """What the routes of an app share; `queue` is None without Redis. A process can hold several apps."""
 
     store: Store
     board: JobBoard
@@ -109,7 +108,7 @@ class State:
             "swiftopt_http_requests", "Requests by the status of the answer.", ["status"], registry=None
         )
     )
-    # Log-ins per minute from each address.
+    # Log-ins from each address.
     logins: RateLimit = field(default_factory=lambda: RateLimit(LOGINS_PER_MIN))
 
 
@@ -125,7 +124,7 @@ Shared = Annotated[State, Depends(state_of)]
 
 
 class AccessMiddleware:
-    """Access checks and access log, in pure ASGI to keep lookups fast."""
+    """Access checks and access log. It is plain ASGI middleware, because lookups must stay fast."""
 
     def __init__(self, app: ASGIApp, settings: ServerSettings, answers: Counter) -> None:
         self._app, self._settings, self._answers = app, settings, answers
@@ -156,14 +155,14 @@ class AccessMiddleware:
             scope.setdefault("state", {}).update(key_owner=key_owner, caller=caller)
             if scope["path"].startswith(GUARDED):
                 self._check(scope, headers, key_owner, caller)
-            # Answer HEAD like GET: TransportMiddleware omits the body.
+            # Answer HEAD like GET: TransportMiddleware drops the body.
             await self._app({**scope, "method": "GET"} if scope["method"] == "HEAD" else scope, receive, sending)
         except Refused as refused:
-            # Only `_check` raises it here: the app handles its own refusals.
+            # It comes from `_check`: the app answers its own refusals.
             await refused.response(scope["path"])(scope, receive, sending)
         finally:
             self._answers.labels(str(status)).inc()
-            # Log raw_path: it is ASCII without line breaks, and has no query string.
+            # The raw path is ASCII without line breaks, and has no query string.
             path = bytes(scope.get("raw_path") or scope["path"].encode()).decode("ascii", "replace")
             millis = (time.perf_counter() - started_s) * 1000
             if path not in POLLS or self._settings.log_polls:
@@ -178,7 +177,7 @@ class AccessMiddleware:
         return self._settings.keys.owner(key.strip())
 
     def _check(self, scope: Scope, headers: Headers, key_owner: str | None, caller: str) -> None:
-        """Raise Refused for a missing key, an exceeded limit, or headers that announce an unacceptable body."""
+        """Raise Refused for a missing key, an exceeded limit, or headers of a body that cannot be accepted."""
         path, method = scope["path"], scope["method"]
         if self._settings.keys.required and key_owner is None:
             raise _unauthorised("authorization" in headers)
@@ -188,7 +187,8 @@ class AccessMiddleware:
         if method != "POST":
             return
         if is_foreign(headers) and not {"*", headers["origin"]} & set(self._settings.origins):
-            raise Refused(403, "foreign-origin", "a page of another site may not do that: call the API from a program")
+            detail = "a page of another site may not send this: call the API from a program"
+            raise Refused(403, "foreign-origin", detail)
         media_type = headers.get("content-type", "").partition(";")[0].strip().lower()
         if path in BODIES and media_type not in BODIES[path]:
             problem = f"the body is {media_type[:100]!r}" if media_type else "the body has no Content-Type"
@@ -196,7 +196,7 @@ class AccessMiddleware:
             accepted = {"Accept-Post": ", ".join(BODIES[path])}
             raise Refused(415, "unsupported-media-type", detail, accepted, code="unsupported_content_type")
         if (encoding := headers.get("content-encoding", IDENTITY).strip().lower()) != IDENTITY:
-            detail = f"the body is encoded as {encoding[:100]!r}: send it as it is, without Content-Encoding"
+            detail = f"the body is encoded as {encoding[:100]!r}: send it uncompressed, without Content-Encoding"
             raise Refused(415, "unsupported-encoding", detail, {"Accept-Encoding": IDENTITY})
         length = headers.get("content-length", "0")
         if length.isdigit() and int(length) > self._settings.max_body_bytes:
@@ -204,7 +204,7 @@ class AccessMiddleware:
 
 
 class OriginsMiddleware(CORSMiddleware):
-    """CORS for routes that need a key. Other routes, such as the dashboard's forms, get no CORS headers."""
+    """CORS headers for routes that need a key, but not for others such as the dashboard's forms."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         is_api = scope["type"] == "http" and scope["path"].startswith(GUARDED)
@@ -212,13 +212,13 @@ class OriginsMiddleware(CORSMiddleware):
 
 
 def is_foreign(headers: Headers) -> bool:
-    """Return whether another site's page sent the request: browsers allow such posts even to localhost."""
+    """Return whether another site's page sent the request. Browsers allow such posts, even to localhost."""
     origin = headers.get("origin")
     return origin is not None and urlsplit(origin).netloc != headers.get("host")
 
 
 def _unauthorised(has_key: bool) -> Refused:
-    problem = "Incorrect API key provided" if has_key else "this server wants an API key"
+    problem = "Incorrect API key provided" if has_key else "this server requires an API key"
     scheme = 'Bearer realm="swiftopt"' + (', error="invalid_token"' if has_key else "")
     detail = f"{problem}: send one of this server's as `Authorization: Bearer KEY`"
     return Refused(401, "unauthorised", detail, {"WWW-Authenticate": scheme}, code="invalid_api_key")

@@ -1,8 +1,8 @@
 """Routes for operators: health, metrics, the usage of API keys, and the tuning of served models.
 
-Health and metrics need no key. A scrape reads the metrics from SQL and Redis: the processes that count live no longer
-than a job. The `spec_decode` names are those of vLLM: drafts are rounds that drafted, and 1 + accepted / drafts is
-the mean number of tokens of such a round.
+Health and metrics need no key. A scrape reads the counters of jobs from the database, because a job's process ends with
+the job. The `spec_decode` metrics follow vLLM's: `drafts` counts rounds that drafted, so 1 + accepted / drafts is the
+mean number of tokens of such a round.
 """
 
 from __future__ import annotations
@@ -43,17 +43,19 @@ router = APIRouter(tags=["operation"])
 tuning_router = APIRouter(prefix="/v1", tags=["tuning"])
 usage_router = APIRouter(prefix="/v1", tags=["usage"])
 
-KEY_NAME = Query(description="Name of one key; an admin's key, or a server without keys, may name any.", max_length=64)
+KEY_NAME = Query(
+    description="Name of one key; an admin's key may name any, and so may anyone if there are no keys.", max_length=64
+)
 
 
 def _day(text: object) -> object:
-    """Refuse what pydantic would take for a number of seconds."""
+    """Return the text of a day; raise ValueError for others, which pydantic may read as a number of seconds."""
     if isinstance(text, str) and re.fullmatch(r"\d{4}-\d\d-\d\d", text, re.ASCII) is None:
-        raise ValueError("it is not a day: use one such as 2026-11-01")
+        raise ValueError("it is not a day: use the form 2026-11-01")
     return text
 
 
-SINCE = Query(description="A day (UTC, `2026-11-01`): what all servers of the database have counted from it on.")
+SINCE = Query(description="A day (UTC, `2026-11-01`) from which the usage of all servers of the database is counted.")
 
 TASK_LABELS = ["model", "task"]
 COUNTERS = {  # Counter in the store -> ((metric, help text), labels).
@@ -67,21 +69,21 @@ COUNTERS = {  # Counter in the store -> ((metric, help text), labels).
         ("swiftopt_spec_decode_num_accepted_tokens_per_pos", "Accepted tokens by position in the draft, from 0."),
         [*TASK_LABELS, "position"],
     ),
-    "trials": (("swiftopt_trials", "Candidates that were scored."), TASK_LABELS),
-    "trial_seconds": (("swiftopt_trial_seconds", "Seconds that scoring took."), TASK_LABELS),
-    "attempts": (("swiftopt_job_attempts", "Attempts of jobs, by how they ended (started: all)."), ["outcome"]),
-    "reconciled": (("swiftopt_reconciler_actions", "What the reconciler mended."), ["action"]),
+    "trials": (("swiftopt_trials", "Scored candidates."), TASK_LABELS),
+    "trial_seconds": (("swiftopt_trial_seconds", "Seconds of scoring."), TASK_LABELS),
+    "attempts": (("swiftopt_job_attempts", "Attempts of jobs by outcome; `started` counts all."), ["outcome"]),
+    "reconciled": (("swiftopt_reconciler_actions", "Repairs by the reconciler."), ["action"]),
 }
 
 
 class Liveness(BaseModel):
-    """The process answers."""
+    """The answer of a process that runs."""
 
     status: Literal["ok"]
 
 
 class Readiness(BaseModel):
-    """Whether requests can be served; each part says `ok` or what is wrong.
+    """Whether requests can be served; each part is `ok` or states its problem.
 
     `degraded`: models and lookups are served, but nothing can be stored.
     """
@@ -91,28 +93,28 @@ class Readiness(BaseModel):
     migrations: str
     storage: str = Field(description="Whether the database and the folders of files can be written.")
     redis: str
-    engines: dict[str, str] = Field(description="By model that is served.")
+    engines: dict[str, str] = Field(description="By served model.")
 
 
 _READINESS: dict[str, Any] = {
     "response_model": Readiness,
-    "responses": {503: {"model": Readiness, "description": "The database or an engine is away."}},
+    "responses": {503: {"model": Readiness, "description": "The database or an engine is unavailable."}},
 }
 
 
 @router.get("/livez", operation_id="livez", response_model=Liveness)
 async def livez() -> Response:
-    """The process answers; nothing else is looked at."""
+    """Answer that the process runs; nothing else is checked."""
     return JSONResponse({"status": "ok"})
 
 
 @router.get("/health", operation_id="health", name="health", description="As /readyz.", **_READINESS)
 @router.get("/readyz", operation_id="readyz", **_READINESS)
 def readyz(app: Shared) -> Response:
-    """Database, migrations, Redis, engines; 503 when the database is away or an engine not there.
+    """State of database, migrations, storage, Redis and engines; 503 if the database or an engine is unavailable.
 
-    Without Redis lookups and submissions work. Where the database or a disk takes no writes, the status is `degraded`:
-    models and lookups are served on, and nothing new is stored; looked at every ten seconds at most.
+    Lookups and submissions work without Redis. If the database or a disk accepts no writes, which is checked at most
+    every ten seconds, the status is `degraded`: models and lookups are served, but nothing new is stored.
     """
     engines = {name: engine.state for name, engine in app.engines.of.items()}
     report: dict[str, Any] = {"status": "ok", "database": "ok", "migrations": "ok", "redis": redis_state(app.queue)}
@@ -132,7 +134,7 @@ def readyz(app: Shared) -> Response:
 
 
 def redis_state(queue: RedisQueue | None) -> str:
-    """Return "ok", or in words what is wrong with Redis."""
+    """Return "ok", or the problem with Redis in words."""
     if queue is None:
         return "not configured"
     try:
@@ -151,10 +153,11 @@ def redis_state(queue: RedisQueue | None) -> str:
 async def metrics(app: Shared, cache: Cache) -> Response:
     """Prometheus metrics."""
     await app.engines.ask_tuning(TUNING_S)
-    collectors = [app.engines.metrics, app.usage] if app.engines.of else []
-    collected = [cache.times, app.answers, ServiceCollector(app.store, app.queue, app.storage), *collectors]
-    # Run in a thread: the database may be slow.
-    text = await asyncio.to_thread(lambda: b"".join(map(generate_latest, collected)))
+    collectors: list[Collector] = [cache.times, app.answers, ServiceCollector(app.store, app.queue, app.storage)]
+    if app.engines.of:
+        collectors += [app.engines.metrics, app.usage]
+    # Run in a thread, because the database may be slow.
+    text = await asyncio.to_thread(lambda: b"".join(map(generate_latest, collectors)))
     return Response(text, media_type=CONTENT_TYPE_LATEST)
 
 
@@ -165,24 +168,24 @@ async def usage(
     key: Annotated[str | None, KEY_NAME] = None,
     since: Annotated[date | None, SINCE, BeforeValidator(_day)] = None,
 ) -> Response:
-    """Requests, tokens and saved seconds by API key and model: since this server's start, or of all servers from a day.
+    """Requests, tokens and saved seconds by API key and model, of this server since its start or of all since a day.
 
-    A key sees its own usage, an admin's key that of all; without keys there is one row per model.
+    A key sees its own usage, an admin's key that of all keys. Without keys there is one row per model.
     """
     owner: str | None = request.scope["state"]["key_owner"]
     api_key = app.settings.keys.find(owner)
     is_admin = not app.settings.keys.required or (api_key is not None and api_key.is_admin)
     if not is_admin and key not in (None, owner):
         raise Refused(403, "not-your-key", f"the usage of {key!r} is for its owner and admins: leave out `key`")
-    of_key = key or owner, is_admin and key is None
+    selection = key or owner, is_admin and key is None
     if since is None:
-        return JSONResponse(app.usage.of(*of_key).to_json())
-    of_all = await asyncio.to_thread(of_all_servers, app.store, app.usage, since.isoformat(), *of_key)
-    return JSONResponse(of_all.to_json())
+        return JSONResponse(app.usage.of(*selection).to_json())
+    total = await asyncio.to_thread(of_all_servers, app.store, app.usage, since.isoformat(), *selection)
+    return JSONResponse(total.to_json())
 
 
 class ServiceCollector(Collector):
-    """Reads the database and Redis at each scrape; one that is away leaves its metrics out and its `up` at 0."""
+    """Reads the database and Redis at each scrape. If one is unreachable, its `up` is 0 and its metrics are omitted."""
 
     def __init__(self, store: Store, queue: RedisQueue | None, storage: StorageCheck) -> None:
         self._store, self._queue, self._storage = store, queue, storage
@@ -216,13 +219,13 @@ class ServiceCollector(Collector):
         depths = [([name], queue.depth(name)) for name in sorted({DEFAULT_QUEUE, *(name for name, _ in workers)})]
         gauges = (
             ("swiftopt_workers", "Registered workers.", ["queue", "state"], sorted(workers.items())),
-            ("swiftopt_queue_depth", "Attempts that wait for a worker.", ["queue"], depths),
+            ("swiftopt_queue_depth", "Attempts waiting for a worker.", ["queue"], depths),
         )
         return [metric(GaugeMetricFamily, *gauge) for gauge in gauges]
 
 
 def _with_up(name: str, help: str, collect: Callable[[], list[Metric]]) -> list[Metric]:
-    """Return the metrics of a service, and whether it answers."""
+    """Return the metrics of a service, and the gauge of whether it answers."""
     try:
         return [*collect(), metric(GaugeMetricFamily, name, help, [], [([], 1.0)])]
     except (StoreError, ServiceUnreachable):
@@ -230,7 +233,7 @@ def _with_up(name: str, help: str, collect: Callable[[], list[Metric]]) -> list[
 
 
 class Steering(Strict):
-    """Which model and task a verb is for; `way` is what `pin` pins the task to (null: let it be judged again)."""
+    """The model and the task that a verb applies to; `way` is what `pin` fixes (null: the verdict decides again)."""
 
     model: Word | None = None
     task: Task | None = None
@@ -239,14 +242,14 @@ class Steering(Strict):
 
 @tuning_router.get("/tuning", operation_id="tuning", response_model=Tuning)
 async def tuning(app: Shared) -> Response:
-    """By model and task: what is in use, what is being tried, what that costs, and what it has brought."""
-    app.engines.all()  # Raises where no model is served.
+    """By model and task: what is in use, what is being tried, its cost, and the time saved."""
+    app.engines.all()  # Raises ModelNotFound if no model is served.
     return JSONResponse(Tuning(await app.engines.ask_tuning()).to_json())
 
 
 @tuning_router.post("/tuning:{verb}", operation_id="steer_tuning", response_model=Tuning)
 async def steer(app: Shared, verb: TuningVerb, body: Steering) -> Response:
-    """Pause or resume learning, or pin a task to its best drafts or to plain decoding; the tuning as it is then."""
+    """Pause or resume learning, or pin a task to its best drafts or to plain decoding; returns the new state."""
     engines = app.engines.all()
     if verb == "pin" and body.task is None:
         raise InvalidInput("pin is for one task: name it as `task`")

@@ -1,6 +1,6 @@
-"""The requests that ended last, in figures: how each was decoded and why. They are kept in memory, and bounded.
+"""The latest ended requests: how each was decoded and why. A bounded number is kept in memory.
 
-Texts are kept only where the operator keeps prompts in a file anyway (`--keep-prompts`), and only their beginnings.
+The beginnings of texts are kept only if the operator stores prompts anyway (`--keep-prompts`).
 """
 
 from __future__ import annotations
@@ -20,22 +20,21 @@ from ..core.rounds import NO_ROUNDS, RequestRounds, RoundFigures
 from ..core.types import DEFAULT_TASK, FinishReason, VerdictWord
 from .metrics import Period
 
-MOST_REQUESTS = 10_000  # Requests that are kept.
-MOST_CHARACTERS = 2000  # Characters that are kept of a prompt and of its answer.
+MOST_REQUESTS = 10_000  # Maximum number of kept requests.
+MOST_CHARACTERS = 2000  # Maximum kept characters of a prompt, and of its answer.
 
-Constraint = Literal["json", "tool"]  # What a text is held to: a JSON schema, or the call of a tool.
-# Most rounds are alike: equal ones are one object, so that a round takes 8 bytes.
+Constraint = Literal["json", "tool"]  # What the text must be: JSON of a schema, or the call of a tool.
+# Most rounds have equal figures. Equal ones share one object, so a round takes 8 bytes.
 _shared = lru_cache(maxsize=4096)(RoundFigures)
 
 
 @dataclass(frozen=True, slots=True)
 class EndedRequest:
-    """A request that has ended. Each of several choices is one, with its index after the id of their answer.
+    """An ended request. Each of several choices counts as one, with its index after the id of their answer.
 
-    `at` is its end, in seconds since 1970, `owner` the name of its API key; `asked` is the plan that it asked for, in
-    words, empty where it left the choice to the server. `sums` are its figures, and `total_s` is what its client
-    waited, `queued_s` of which for a place. `error` is the sentence with which it failed, empty where it did not.
-    Prompt and answer are empty unless prompts are kept.
+    `at` is its end, in seconds since 1970; `owner` names its API key. `asked` is the requested plan in words, empty if
+    the server was to choose. `sums` are its figures. Its client waited `total_s`, of which `queued_s` for a place.
+    `error` is the message of a failure, otherwise empty. `prompt` and `answer` are empty unless prompts are kept.
     """
 
     id: str
@@ -71,7 +70,10 @@ class EndedRequest:
         owner: str | None = None,
         keeps_texts: bool = False,
     ) -> EndedRequest:
-        """Return the figures of an answer; `waits_s` are the client's seconds until its first text and its end."""
+        """Return the record of a request that was answered.
+
+        Args: waits_s: the client's seconds until its first text and until the end.
+        """
         completion, rounds = done.completion, done.rounds
         return cls(
             id,
@@ -79,7 +81,7 @@ class EndedRequest:
             model,
             done.task,
             owner,
-            *_asked(request),
+            *_plan_and_constraint(request),
             Period.of(completion, *waits_s, rounds),
             waits_s[1],
             completion.finish_reason,
@@ -97,7 +99,7 @@ class EndedRequest:
 
     @property
     def way(self) -> Literal["drafts", "plain", "failed"]:
-        """How it was decoded; plainly, too, if nothing was drafted."""
+        """How it was decoded; "plain" also if nothing was drafted."""
         if self.error:
             return "failed"
         return "plain" if self.why_plain is not None or not self.sums.drafted else "drafts"
@@ -106,14 +108,14 @@ class EndedRequest:
     def failed(
         cls, id: str, model: str, request: CompletionRequest, error: str, total_s: float, owner: str | None = None
     ) -> EndedRequest:
-        """Return a request that failed with this sentence, after so many seconds; it has no figures."""
+        """Return the record of a request that failed after `total_s` with the message `error`; it has no figures."""
         task, error = request.task or DEFAULT_TASK, error[:MOST_CHARACTERS]
-        asked = _asked(request)
-        return cls(id, time.time(), model, task, owner, *asked, Period(0), total_s, "error", error)
+        asked, constraint = _plan_and_constraint(request)
+        return cls(id, time.time(), model, task, owner, asked, constraint, Period(0), total_s, "error", error)
 
 
-def _asked(request: CompletionRequest) -> tuple[str, Constraint | None]:
-    """Return the plan that a request asks for, in words, and what its text is held to."""
+def _plan_and_constraint(request: CompletionRequest) -> tuple[str, Constraint | None]:
+    """Return the plan that a request asks for, in words, and what its text must be."""
     constraint: Constraint | None = "tool" if request.forced else None if request.json_schema is None else "json"
     return request.method or ("" if request.version is None else f"version {request.version}"), constraint
 
@@ -124,7 +126,7 @@ def _prompt_text(request: CompletionRequest) -> str:
 
 
 class RequestLog:
-    """The latest requests of all models, by their ids."""
+    """The latest ended requests of all models, by id."""
 
     def __init__(self) -> None:
         self._requests: OrderedDict[str, EndedRequest] = OrderedDict()
@@ -133,25 +135,25 @@ class RequestLog:
         return len(self._requests)
 
     def add(self, request: EndedRequest) -> None:
-        """Keep a request; the oldest makes way."""
+        """Keep a request; drop the oldest one beyond MOST_REQUESTS."""
         self._requests[request.id] = request
         if len(self._requests) > MOST_REQUESTS:
             self._requests.popitem(last=False)
 
     def find(self, id: str) -> EndedRequest | None:
-        """Return a request, if it is still kept."""
+        """Return a request; None if it is no longer kept."""
         return self._requests.get(id)
 
     def latest(
         self, n: int, offset: int = 0, model: str | None = None, task: str | None = None, way: str | None = None
     ) -> list[EndedRequest]:
-        """Return `n` requests, the newest first, of a model, a task and a way of decoding; None: of all.
+        """Return `n` requests after the first `offset`, the newest first.
 
-        Args: way: "drafts", "plain", or "failed".
+        Args: model, task: None: of all. way: "drafts", "plain", or "failed"; None: all.
         """
 
         def matches() -> Iterator[EndedRequest]:
-            # Copy, because a page may be made in another thread.
+            # Copy, because a page may be rendered in another thread.
             for request in reversed(list(self._requests.values())):
                 if way in (None, request.way) and model in (None, request.model) and task in (None, request.task):
                     yield request

@@ -1,6 +1,6 @@
 """Settings of a server: API keys, stream folders, limits.
 
-Only the hashes of keys are known here; several keys are valid at a time, and their file is read again when it changes.
+The server knows only the hashes of keys. Several keys may be valid, and a changed key file is read again.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from ..core.errors import SettingsError
 VARIABLE = "SWIFTOPT_API_KEYS"
 FILE_VARIABLE = "SWIFTOPT_API_KEYS_FILE"
 FOLDERS_VARIABLE = "SWIFTOPT_STREAM_FOLDERS"
-ADMIN = "admin"  # Role in the entry of a key.
+ADMIN = "admin"  # Role in a key's entry.
 MIB = 1024 * 1024
-# Path prefixes of routes that need an API key where keys are configured.
+# Path prefixes of routes that need an API key if keys are configured.
 GUARDED = ("/v1/", "/tokenize", "/detokenize")
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _HASH = re.compile(r"[0-9a-f]{64}")
@@ -33,21 +33,18 @@ logger = logging.getLogger(__name__)
 
 
 def new_key(name: str) -> tuple[str, str]:
-    """Return a fresh key, and the entry `name:sha256hex` that lets it in.
+    """Return a new random key, and its entry `name:sha256hex`.
 
     Raises: SettingsError: the name cannot be used.
     """
     if not _NAME.fullmatch(name):
-        raise SettingsError(f"the key name {name!r} is no name: use up to 64 letters, digits and -_.")
+        raise SettingsError(f"the key name {name!r} is not valid: use up to 64 letters, digits and -_.")
     key = f"swiftopt-{secrets.token_urlsafe(32)}"
     return key, f"{name}:{_hash(key)}"
 
 
 class Key(NamedTuple):
-    """An entry: a name, the hash of its key, and the task of its completions where a request names none.
-
-    `is_admin`: the key may read the usage of all keys.
-    """
+    """A key's entry; `task` is the default task of its requests. An admin's key may read the usage of all keys."""
 
     name: str
     hashed: str
@@ -56,9 +53,9 @@ class Key(NamedTuple):
 
 
 class KeyRing:
-    """Entries of the environment and of a file; `file` is read again when it changes.
+    """The keys of an environment variable and of a file, which is read again when it changes.
 
-    Raises: SettingsError: an entry is no `name:sha256hex[:task][:admin]`, or the file cannot be read.
+    Raises: SettingsError: an entry is not `name:sha256hex[:task][:admin]`, or the file cannot be read.
     """
 
     def __init__(self, entries: str = "", file: Path | None = None) -> None:
@@ -73,7 +70,7 @@ class KeyRing:
 
     @property
     def required(self) -> bool:
-        """Whether requests need a key; an empty key file lets nobody in."""
+        """Whether requests need a key. With an empty key file, every request is refused."""
         return self._file is not None or bool(self._variable_keys)
 
     @property
@@ -82,11 +79,11 @@ class KeyRing:
         return not self._variable_keys and not self._file_keys
 
     def names(self) -> tuple[str, ...] | None:
-        """Return the names of all keys in force; None if requests need no key."""
+        """Return the names of all valid keys; None if requests need no key."""
         return tuple(dict.fromkeys(entry.name for entry in self._entries())) if self.required else None
 
     def owner(self, key: str) -> str | None:
-        """Return the name of the key's entry, None for a wrong key, after the same time in either case."""
+        """Return the name of the key's entry, or None for a wrong key; both take the same time."""
         key_hash, owner_name = _hash(key), None
         for entry in self._entries():
             if hmac.compare_digest(entry.hashed, key_hash):
@@ -94,11 +91,11 @@ class KeyRing:
         return owner_name
 
     def find(self, name: str | None) -> Key | None:
-        """Return the entry of a name; of several the last one."""
+        """Return the last entry with this name; None: there is none."""
         return next((entry for entry in reversed(self._entries()) if entry.name == name), None)
 
     def _entries(self) -> list[Key]:
-        """Return all entries; a changed file is read again, and one that cannot be leaves its last entries in force."""
+        """Return all entries. A changed file is read again; if it cannot be read, its last entries stay valid."""
         try:
             if self._file is not None and _stamp(self._file) != self._stamp:
                 self._stamp, self._file_keys = _read(self._file)
@@ -132,8 +129,8 @@ def _parse(entries: Iterable[str], source: str) -> list[Key]:
         is_name = _NAME.fullmatch(name) and (not task or _NAME.fullmatch(task))
         if not is_name or not _HASH.fullmatch(hashed.lower()) or role not in ("", ADMIN):
             raise SettingsError(  # Do not quote the entry: it may be a key that was put there by mistake.
-                f"entry {number} of {source} is no name:sha256hex, name:sha256hex:task or name:sha256hex:task:{ADMIN}"
-                " (the task may be empty): make one with `swiftopt serve --new-key NAME`"
+                f"entry {number} of {source} is not name:sha256hex, name:sha256hex:task or name:sha256hex:task:{ADMIN}"
+                " (the task may be empty): create one with `swiftopt serve --new-key NAME`"
             )
         keys[name] = Key(name, hashed.lower(), task or None, role == ADMIN)
     return list(keys.values())
@@ -145,26 +142,26 @@ def _hash(key: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ServerSettings:
-    """Lookups of single layer sets, health and metrics do not count against `requests_per_min`."""
+    """Settings of a server. Single lookups, health checks and metrics do not count against `requests_per_min`."""
 
     keys: KeyRing = field(default_factory=KeyRing)
-    stream_folders: tuple[Path, ...] = ()  # Folders of the stream files that jobs may name.
+    stream_folders: tuple[Path, ...] = ()  # Folders with the stream files that jobs may name.
     max_body_bytes: int = 32 * MIB
     requests_per_min: int = 600  # Per caller; 0: no limit.
     tokens_per_min: int = 0  # Prompt and completion tokens per caller; 0: no limit.
-    max_waiting: int = 128  # Completions per model that may wait. A request may ask for as many choices.
+    max_waiting: int = 128  # Maximum waiting completions per model.
     drain_s: int = 30  # Seconds for completions in progress to finish at shutdown.
     timeout_s: float = 600.0  # Time limit of a completion, waiting included.
-    load_wait_s: float = 300.0  # Longest wait of a request for a model that is being loaded.
+    load_wait_s: float = 300.0  # Maximum wait of a request for a model that is being loaded.
     origins: tuple[str, ...] = ()  # Origins of web pages that may call the API; "*": all.
-    explains: bool = True  # Whether answers say how they were decoded.
-    log_polls: bool = False  # Whether health checks and metrics are in the access log.
+    explains: bool = True  # Whether answers state how they were decoded.
+    log_polls: bool = False  # Whether the access log has health checks and metrics.
 
 
 def allowed_origins(origins: Sequence[str]) -> tuple[str, ...]:
     """Return the origins as browsers send them.
 
-    Raises: SettingsError: one of them is no origin.
+    Raises: SettingsError: one of them is not an origin.
     """
     for origin in origins:
         if origin != "*" and not _ORIGIN.fullmatch(origin.lower()):
@@ -176,12 +173,12 @@ def allowed_origins(origins: Sequence[str]) -> tuple[str, ...]:
 
 
 def stream_folders(names: Sequence[str] = ()) -> tuple[Path, ...]:
-    """Return the folders named, or those of the environment variable.
+    """Return the named folders, or those of the environment variable.
 
-    Raises: SettingsError: one of them is no folder.
+    Raises: SettingsError: one of them is not a folder.
     """
     folder_names = list(names) or [name for name in os.environ.get(FOLDERS_VARIABLE, "").split(os.pathsep) if name]
     for folder in folder_names:
         if not os.path.isdir(folder):
-            raise SettingsError(f"the stream folder {folder} is no folder: create it, or name another")
+            raise SettingsError(f"the stream folder {folder} is not a folder: create it, or name another")
     return tuple(Path(folder).resolve() for folder in folder_names)

@@ -1,4 +1,4 @@
-"""Check that a server's storage is writable: its database, and the disks of its folders."""
+"""Checks of whether a server's storage can be written: its database, and the disks of its folders."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..core.errors import StoreError
 from ..store import Store
 
 PERIOD_S = 10.0  # Minimum seconds between two write checks.
-WAIT_S = 1.0  # Longest wait of a caller for a write check, which a locked database may delay.
+WAIT_S = 1.0  # Maximum wait of a caller for a write check, which a locked database may delay.
 LEAST_FREE = 1 << 20  # Free bytes below which a disk counts as full.
 
 logger = logging.getLogger(__name__)
@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 class StorageCheck:
     """Tries a small write at most every PERIOD_S. Thread-safe.
 
-    Args: folders: folders whose disks must have free space, besides the folder of a database file.
+    Args: folders: folders whose disks need free space, in addition to the folder of a database file.
     """
 
     def __init__(self, store: Store, folders: Collection[Path] = ()) -> None:
@@ -34,7 +34,7 @@ class StorageCheck:
         self._check_lock = threading.Lock()
 
     def problem(self) -> str:
-        """Return a sentence why storage was not writable at the last check; empty if it was."""
+        """Return why storage was not writable at the last check, as a sentence; "" if it was."""
         if time.monotonic() - self._checked_at_s >= PERIOD_S and self._check_lock.acquire(blocking=False):
             check_thread = threading.Thread(target=self._update_reason, name="storage", daemon=True)
             check_thread.start()
@@ -56,7 +56,7 @@ class StorageCheck:
         for folder in sorted(self._folders):
             with suppress(OSError):  # Ignore a missing folder here: the write below fails.
                 if (free_bytes := shutil.disk_usage(folder).free) < LEAST_FREE:
-                    return f"the disk of {folder} is full ({free_bytes / 1024:.0f} KiB are left): free some space"
+                    return f"the disk of {folder} is full ({free_bytes / 1024:.0f} KiB free): delete files"
         try:
             self._store.check_writable()
         except StoreError as error:

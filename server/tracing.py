@@ -1,8 +1,8 @@
-"""OpenTelemetry traces of requests to models, where its packages are installed and `OTEL_*` variables ask for them.
+"""OpenTelemetry traces of requests to models, if `OTEL_*` variables ask for them and its packages are installed.
 
-FastAPI makes the span of an HTTP request, below the caller's `traceparent`. Below that is a span of the request to the
-model, and of each choice the wait for a place, the reading of the prompt and the decoding. Their times are the figures
-of the engine, whose process takes no part in it.
+FastAPI makes the span of an HTTP request, a child of the caller's `traceparent`. Its child is the span of the request
+to the model, which has three spans per choice: the wait for a place, the prefill and the decoding. Their times come
+from the figures that the engine's process returns; that process does no tracing.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from ..core import logs
 from ..core.errors import SwiftoptError
 from .choices import Choice
 
-# Variables of which one must be set; OTEL_SDK_DISABLED=true or OTEL_TRACES_EXPORTER=none switch traces off.
-ASKED = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_TRACES_EXPORTER")
+# One of these must be set. OTEL_SDK_DISABLED=true or OTEL_TRACES_EXPORTER=none switch traces off.
+SWITCHES = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_TRACES_EXPORTER")
 EXPORTERS = {  # Protocol -> module of its exporter.
     "http/protobuf": "opentelemetry.exporter.otlp.proto.http.trace_exporter",
     "grpc": "opentelemetry.exporter.otlp.proto.grpc.trace_exporter",
@@ -34,28 +34,28 @@ logger = logging.getLogger(__name__)
 
 
 def provider_from_environment() -> TracerProvider | None:
-    """Return what exports spans as the `OTEL_*` variables say; None where they ask for no traces, or nothing can.
+    """Return a provider that exports spans as the `OTEL_*` variables say.
 
-    The SDK reads its own variables: OTEL_SERVICE_NAME, OTEL_RESOURCE_ATTRIBUTES, OTEL_TRACES_SAMPLER, and those of the
-    exporter.
+    None: they ask for no traces, or for an exporter that is unknown or not installed. The SDK itself reads
+    OTEL_SERVICE_NAME, OTEL_RESOURCE_ATTRIBUTES, OTEL_TRACES_SAMPLER and the variables of the exporter.
     """
     variables = os.environ
-    asked = next((name for name in ASKED if variables.get(name)), None)
+    switch = next((name for name in SWITCHES if variables.get(name)), None)
     exporter = variables.get("OTEL_TRACES_EXPORTER", "otlp").strip().lower()
-    if asked is None or variables.get("OTEL_SDK_DISABLED", "").lower() == "true" or exporter == "none":
+    if switch is None or variables.get("OTEL_SDK_DISABLED", "").lower() == "true" or exporter == "none":
         return None
     names = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
     protocol = next((variables[name] for name in names if variables.get(name)), DEFAULT_PROTOCOL)
     if exporter != "otlp" or protocol not in EXPORTERS:
         value = protocol if exporter == "otlp" else exporter
-        logger.warning("tracing=off reason='no traces by %s: use otlp with %s'", value, " or ".join(EXPORTERS))
+        logger.warning("tracing=off reason='%s is not supported: use otlp with %s'", value, " or ".join(EXPORTERS))
         return None
     try:
         sdk, export = import_module("opentelemetry.sdk.trace"), import_module("opentelemetry.sdk.trace.export")
         span_exporter = import_module(EXPORTERS[protocol]).OTLPSpanExporter()
         resource = import_module("opentelemetry.sdk.resources").Resource.create(_service())
     except ImportError as error:
-        reason = f"{asked} is set, but {error.name} is not installed: pip install 'swiftopt[otel]', or unset it"
+        reason = f"{switch} is set, but {error.name} is not installed: pip install 'swiftopt[otel]', or unset it"
         logger.warning("tracing=off reason=%r", reason)
         return None
     provider = sdk.TracerProvider(resource=resource)
@@ -65,12 +65,12 @@ def provider_from_environment() -> TracerProvider | None:
 
 
 def shut_down(provider: TracerProvider) -> None:
-    """Export the spans that are left, for as long as the exporter tries (OTEL_EXPORTER_OTLP_TIMEOUT)."""
+    """Export the remaining spans, within the exporter's time limit (OTEL_EXPORTER_OTLP_TIMEOUT)."""
     cast(Any, provider).shutdown()
 
 
 def _service() -> dict[str, str]:
-    """Return the service's attributes; its name only where no variable has one, which it would overrule."""
+    """Return the service's attributes. A name from the environment is left out, because this one would replace it."""
     is_named = "OTEL_SERVICE_NAME" in os.environ or "service.name=" in os.environ.get("OTEL_RESOURCE_ATTRIBUTES", "")
     return {"service.version": __version__, **({} if is_named else {"service.name": "swiftopt"})}
 
@@ -79,7 +79,7 @@ def _service() -> dict[str, str]:
 def request_span(
     provider: TracerProvider | None, operation: str, model: str, choices: Sequence[Choice]
 ) -> Iterator[None]:
-    """Trace what the block does as a request to a model; `choices` are filled meanwhile."""
+    """Trace the block as a request to a model; `choices` are read when it ends."""
     if provider is None:
         yield
         return
@@ -108,7 +108,7 @@ def request_span(
 
 
 def _add_choice(tracer: Tracer, parent: Span, choice: Choice) -> None:
-    """Add the spans of a choice that has ended, one after the other."""
+    """Add the three consecutive spans of a finished choice."""
     done, completion = choice.done, choice.completion
     assert done is not None
     prefill_s = completion.prefill_s or 0.0

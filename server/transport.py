@@ -1,4 +1,4 @@
-"""HTTP handling for all routes: size limits of bodies, early answers that clients can read, and HEAD."""
+"""HTTP handling for all routes: limits on the size of bodies, readable early answers, and HEAD."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from .errors import Refused
 from .settings import MIB
 
-BODY_WAIT_S = 30.0  # Longest pause between two parts of a request's body.
+BODY_WAIT_S = 30.0  # Maximum pause between two parts of a request's body.
 # Bodies up to this size are read to their end before an early answer, so that the connection can be reused.
 SMALL_BODY = 1 << 16
-# Limits on reading the rest of a body after an early answer: total bytes, total seconds, seconds without data.
+# Limits on reading the rest of a body after an early answer: bytes, seconds, seconds without data.
 LINGER_BYTES, LINGER_S, LINGER_WAIT_S = 1 << 30, 30.0, 5.0
 EMPTY: Message = {"type": "http.response.body", "body": b"", "more_body": False}
 
@@ -25,11 +25,11 @@ T = TypeVar("T")
 
 
 class TransportMiddleware:
-    """Limits the size of bodies, makes early answers readable for clients, and keeps answers to HEAD empty.
+    """Limits the size of bodies, lets clients read early answers, and keeps answers to HEAD empty.
 
-    Most clients send the whole body before they read anything. If the server closes the connection before that, the
-    kernel resets it, and the client never sees the answer. So after an early answer the rest of the body is read and
-    dropped, up to LINGER_BYTES and LINGER_S, before the connection is closed.
+    Most clients send the whole body before they read the answer. If the server closed the connection earlier, the
+    kernel would reset it, and the client would never see the answer. So after an early answer the rest of the body is
+    read and dropped, up to LINGER_BYTES and LINGER_S, before the connection is closed.
     """
 
     def __init__(self, app: ASGIApp, max_bytes: int) -> None:
@@ -44,7 +44,7 @@ class TransportMiddleware:
 
         async def sending(message: Message) -> None:
             nonlocal is_ended
-            # Drop what a stream still sends after a HEAD request was answered.
+            # A stream may go on after the answer to a HEAD request has ended.
             if is_ended:
                 return
             if message["type"] == "http.response.start":
@@ -64,7 +64,7 @@ class TransportMiddleware:
 
 
 class RequestBody:
-    """A request's body while it arrives: counts its bytes regardless of Content-Length and drops an unread rest."""
+    """A request's body while it arrives. Its bytes are counted, because Content-Length may be wrong or missing."""
 
     def __init__(self, headers: Headers, receive: Receive, max_bytes: int) -> None:
         self._receive, self._max_bytes, self._n_received = receive, max_bytes, 0
@@ -74,16 +74,16 @@ class RequestBody:
         self.is_over = length == "0" and not is_chunked
 
     async def receive(self) -> Message:
-        """Return the next message, as ASGI's `receive`.
+        """Return the next message, like ASGI's `receive`.
 
-        Raises: Refused: the body is too large, or stops coming.
+        Raises: Refused: the body is too large, or nothing arrived for BODY_WAIT_S.
         """
         if self.is_over:
-            return await self._receive()  # After the body, only the disconnect message can follow.
+            return await self._receive()  # Only the message of a disconnect can follow the body.
         try:
             message = await self._next(BODY_WAIT_S)
         except TimeoutError:
-            raise Refused(408, "too-slow", "the body stopped coming: send it again") from None
+            raise Refused(408, "too-slow", "the rest of the body did not arrive in time: send it again") from None
         if self._n_received > self._max_bytes:
             raise too_large(self._max_bytes)
         return message
@@ -111,12 +111,12 @@ class RequestBody:
 
 def too_large(max_bytes: int) -> Refused:
     """Return the error for a body that is too large."""
-    detail = f"the body is larger than {max_bytes / MIB:g} MiB: send less, or ask the operator for more"
+    detail = f"the body is larger than {max_bytes / MIB:g} MiB: send less, or ask the operator for a higher limit"
     return Refused(413, "too-large", detail)
 
 
 async def await_unless_disconnected(request: Request, work: Awaitable[T]) -> T | None:
-    """Return the result of the work; if the client disconnects first, cancel the work and return None."""
+    """Return the result of the work. If the client disconnects first, cancel the work and return None."""
 
     async def wait_for_disconnect() -> None:
         while (await request.receive())["type"] != "http.disconnect":
@@ -132,7 +132,7 @@ async def await_unless_disconnected(request: Request, work: Awaitable[T]) -> T |
 
 
 async def prepend(first: T, rest: AsyncGenerator[T]) -> AsyncGenerator[T]:
-    """Yield `first`, then the rest."""
+    """Yield `first`, then `rest`, and close `rest` at the end."""
     async with aclosing(rest):
         yield first
         async for event in rest:

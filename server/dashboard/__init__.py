@@ -337,7 +337,7 @@ def truncate(environment: Environment, text: str, length: int, ending: str = "..
 
 
 templates.filters |= {
-    each.__name__: each for each in (number, percent, tok_s, origin_words, seconds, ago, moment, truncate)
+    function.__name__: function for function in (number, percent, tok_s, origin_words, seconds, ago, moment, truncate)
 }
 templates.globals["static"] = {  # Static file -> URL with a hash of its content, so that browsers reload changed files.
     name: f"/static/{name}?{hashlib.sha256(path.read_bytes()).hexdigest()[:12]}" for name, path in STATIC.items()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import MISSING, dataclass, fields
+from itertools import chain
 from pathlib import PurePosixPath
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
@@ -114,9 +115,7 @@ OTHER_OPTIONS = {
     "The search and its drafts": options_of(TuningSettings, "settings."),
     "Sampling": options_of(Sampling, "sampling."),
 }
-OPTIONS = {
-    option.name: option for option in (*FIRST_OPTIONS, *(each for group in OTHER_OPTIONS.values() for each in group))
-}
+OPTIONS = {option.name: option for option in (*FIRST_OPTIONS, *chain.from_iterable(OTHER_OPTIONS.values()))}
 
 
 def _form_text(form: FormData, name: str) -> str:

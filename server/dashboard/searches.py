@@ -39,10 +39,10 @@ from .trials import (
 
 SPEED, SCORE = "expected speed, plain = 1", "score"  # Labels of the score, by what the search maximised.
 SORTS = {  # Order of the list -> what it sorts by, the highest first.
-    "begun": lambda found: found.created_at,
-    "trials": lambda found: found.n_trials,
-    "score": lambda found: found.best_score,
-    "matchness": lambda found: found.best_matchness,
+    "begun": lambda search: search.created_at,
+    "trials": lambda search: search.n_trials,
+    "score": lambda search: search.best_score,
+    "matchness": lambda search: search.best_matchness,
 }
 Sort = Literal["begun", "trials", "score", "matchness"]
 Chosen = Annotated[Word | Literal[""] | None, Query()]
@@ -99,10 +99,10 @@ def _finite(trials: Sequence[Tried]) -> list[Tried]:
     return [trial for trial in trials if math.isfinite(trial.score + trial.matchness)]
 
 
-def _costs(store: Store, found: FoundSearch) -> CostProfile | None:
-    if found.job is not None:
-        return costs_of(store, found.job)
-    fingerprint = store.fingerprint_of_search(found.id)
+def _costs(store: Store, search: FoundSearch) -> CostProfile | None:
+    if search.job is not None:
+        return costs_of(store, search.job)
+    fingerprint = store.fingerprint_of_search(search.id)
     return next(iter(store.cost_profiles(fingerprint)), None) if fingerprint is not None else None
 
 
@@ -146,8 +146,8 @@ async def searches(
     }
 
 
-def _kind(found: StoredSearch) -> str:
-    return "served" if found.state == STATE else "job"
+def _kind(search: StoredSearch) -> str:
+    return "served" if search.state == STATE else "job"
 
 
 @shown_page(router, "/searches/compare", "search_compare")

@@ -153,7 +153,7 @@ def test_start_that_cannot_be_ends_in_a_sentence(ended: Ended, database: str, se
     for options, words in (
         (("--port", port), f"port {port} (address already in use): stop the program"),
         (("--port", "0", "--host", "no such host"), "cannot be resolved"),
-        (("--port", "0", "--stream-folder", "/nowhere/at/all"), "is no folder"),
+        (("--port", "0", "--stream-folder", "/nowhere/at/all"), "is not a folder"),
     ):
         code, said = ended("--db", database, *options)
         assert code == 2 and words in said and said.count("\n") == 1, said
@@ -181,7 +181,7 @@ def test_body_in_another_coding_is_415_in_a_sentence(served: Served) -> None:
     for coding in ("gzip", "br", "gzip, identity"):
         headers = {**JSON, "Content-Encoding": coding}
         answer = served.client.post("/v1/completions", content=body, headers=headers)
-        words = f"the body is encoded as {coding!r}: send it as it is, without Content-Encoding"
+        words = f"the body is encoded as {coding!r}: send it uncompressed, without Content-Encoding"
         assert (answer.status_code, answer.json()["error"]["message"]) == (415, words)
         assert answer.headers["accept-encoding"] == "identity"
         kind = served.client.post("/v1/jobs", content=body, headers=headers).json()["type"]

@@ -38,7 +38,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in (*tracing.ASKED, "OTEL_SDK_DISABLED", "OTEL_EXPORTER_OTLP_PROTOCOL", "OTEL_SERVICE_NAME"):
+    for name in (*tracing.SWITCHES, "OTEL_SDK_DISABLED", "OTEL_EXPORTER_OTLP_PROTOCOL", "OTEL_SERVICE_NAME"):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -137,8 +137,8 @@ def test_nothing_is_imported_unless_a_variable_asks_for_traces(no_variables: Non
     [
         ({ENDPOINT: "http://a", "OTEL_SDK_DISABLED": "true"}, ""),
         ({ENDPOINT: "http://a", "OTEL_TRACES_EXPORTER": "none"}, ""),
-        ({"OTEL_TRACES_EXPORTER": "zipkin"}, "no traces by zipkin: use otlp with http/protobuf or grpc"),
-        ({ENDPOINT: "http://a", "OTEL_EXPORTER_OTLP_PROTOCOL": "http/json"}, "no traces by http/json"),
+        ({"OTEL_TRACES_EXPORTER": "zipkin"}, "zipkin is not supported: use otlp with http/protobuf or grpc"),
+        ({ENDPOINT: "http://a", "OTEL_EXPORTER_OTLP_PROTOCOL": "http/json"}, "http/json is not supported"),
     ],
 )
 def test_variables_that_want_no_traces_or_others_are_obeyed_or_named(

@@ -86,7 +86,7 @@ def test_unknown_tools_and_namespaces_without_tools_are_refused_by_their_places(
     assert found.value.param == "tools[1].type"
     with pytest.raises(UnsupportedValue, match=r"tools\[0\].tools\[0\] is of type 'namespace'"):
         asked(tools=[{**FILES, "tools": [FILES]}]).chat()
-    with pytest.raises(InvalidInput, match=r"tools\[0\] is no namespace") as found_namespace:
+    with pytest.raises(InvalidInput, match=r"tools\[0\] is not a namespace") as found_namespace:
         asked(tools=[{"type": "namespace", "name": "a"}]).chat()
     assert found_namespace.value.param == "tools[0]"
 
