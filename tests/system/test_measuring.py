@@ -1,4 +1,4 @@
-"""Measurements take turns, know when they were disturbed, and are made again where they were."""
+"""Measurements take turns, detect disturbances, and are repeated after them."""
 
 from __future__ import annotations
 
@@ -11,11 +11,14 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import click
 import psutil
 import pytest
 import torch
 from families import tiny_runtime
 
+from swiftopt.bench import turn
+from swiftopt.bench.commands import bench
 from swiftopt.core.errors import Busy, SettingsError
 from swiftopt.core.settings import measures_alone
 from swiftopt.models import costs
@@ -24,6 +27,7 @@ from swiftopt.models.kernels import build, measure
 from swiftopt.models.measuring import Disturbance, DisturbanceMeter, measuring_turn
 from swiftopt.store import Store
 from swiftopt.tasks.recipes import stored_costs
+from swiftopt.terminal.program import run
 
 CPU = torch.device("cpu")
 HOLDER = """
@@ -37,7 +41,7 @@ with measuring_turn(torch.device("cpu")):
 
 @pytest.fixture(autouse=True)
 def alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Measure as outside of a test suite, with locks in a folder of the test's own."""
+    """Measure as outside of a test suite, with locks in the test's folder."""
     monkeypatch.setenv("SWIFTOPT_MEASURING", "alone")
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.setenv("TMPDIR", str(tmp_path))
@@ -45,7 +49,7 @@ def alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 @pytest.fixture
 def holder() -> Iterator[subprocess.Popen[str]]:
-    """Another process that has the turn, until it is sent a line."""
+    """Start another process that holds the turn until it is sent a line."""
     pipe = subprocess.PIPE
     with subprocess.Popen([sys.executable, "-c", HOLDER], stdin=pipe, stdout=pipe, text=True) as process:
         assert process.stdout is not None and process.stdout.readline() == "held\n"
@@ -74,24 +78,24 @@ def test_one_process_measures_at_a_time(holder: subprocess.Popen[str]) -> None:
 
 
 @pytest.mark.usefixtures("holder")
-def test_the_wait_for_another_measurement_is_bounded(caplog: pytest.LogCaptureFixture) -> None:
+def test_wait_for_another_measurement_is_limited(caplog: pytest.LogCaptureFixture) -> None:
     with measuring_turn(CPU, wait_s=0.2):
         assert "measuring=beside-another" in caplog.text
 
 
-def test_who_must_measure_alone_fails_in_time_and_says_who_is_in_its_way(holder: subprocess.Popen[str]) -> None:
+def test_measurement_alone_fails_with_the_name_of_the_other_process(holder: subprocess.Popen[str]) -> None:
     with pytest.raises(Busy, match=f"process {holder.pid} .* after 0 s"), measuring_turn(CPU, wait_s=0.2, alone=True):
         pass
 
 
-def test_the_turn_of_a_process_that_was_killed_is_free(holder: subprocess.Popen[str]) -> None:
+def test_turn_of_a_killed_process_is_free(holder: subprocess.Popen[str]) -> None:
     holder.kill()
     holder.wait()
     with measuring_turn(CPU, wait_s=10.0, alone=True):
         pass
 
 
-def test_what_a_benchmark_starts_measures_in_its_turn_and_ends_with_it(tmp_path: Path) -> None:
+def test_children_of_a_benchmark_share_its_turn_and_end_with_it(tmp_path: Path) -> None:
     inner = "import time; time.sleep(600)"
     outer = f"""
 import sys, torch
@@ -106,19 +110,35 @@ def main():
 measured(main)
 """
     pipe = subprocess.PIPE
-    with subprocess.Popen([sys.executable, "-c", outer], stdin=pipe, stdout=pipe, text=True) as bench:
-        assert bench.stdout is not None and bench.stdout.readline() == "held\n"
-        child = psutil.Process(int(bench.stdout.readline()))
-        with pytest.raises(Busy, match=f"process {bench.pid} "), measuring_turn(CPU, wait_s=0.0, alone=True):
+    with subprocess.Popen([sys.executable, "-c", outer], stdin=pipe, stdout=pipe, text=True) as benchmark:
+        assert benchmark.stdout is not None and benchmark.stdout.readline() == "held\n"
+        child = psutil.Process(int(benchmark.stdout.readline()))
+        with pytest.raises(Busy, match=f"process {benchmark.pid} "), measuring_turn(CPU, wait_s=0.0, alone=True):
             pass
-        bench.kill()
+        benchmark.kill()
         psutil.wait_procs([child], timeout=10)
         assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
         with measuring_turn(CPU, wait_s=10.0, alone=True):
             pass
 
 
-def test_a_process_that_has_the_turn_may_measure_within_it() -> None:
+def test_every_command_of_bench_but_not_its_help_waits_for_its_turn(
+    holder: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """The turn comes before the error that the model does not exist."""
+    stream = tmp_path / "prompts.jsonl"
+    stream.write_text('{"prompt": "a"}\n', encoding="utf-8")
+    monkeypatch.setattr(turn, "WAIT_S", 0.0)
+    names = bench.list_commands(click.Context(bench))
+    assert {"decode", "throughput", "serve", "tune", "agents"} <= set(names)
+    for name in names:
+        assert run(bench, [name, "--help"], "bench") == 0
+        stream_options = [] if name == "agents" else ["--stream", str(stream)]
+        assert run(bench, [name, "--model", "absent", *stream_options], "bench") == Busy.exit_code
+        assert f"process {holder.pid} " in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_process_may_enter_its_turn_again() -> None:
     with measuring_turn(CPU), measuring_turn(CPU, wait_s=0.0):
         pass
     with measuring_turn(CPU, wait_s=0.0):
@@ -136,7 +156,7 @@ def test_processes_of_a_test_suite_do_not_wait(monkeypatch: pytest.MonkeyPatch) 
         measures_alone()
 
 
-def test_work_of_other_processes_is_seen_and_own_work_is_not_taken_for_it() -> None:
+def test_meter_separates_own_work_from_that_of_others() -> None:
     cores = len(os.sched_getaffinity(0))
     meter, until = DisturbanceMeter(), time.monotonic() + 1.0
     hog = "import time\nend = time.monotonic() + 60\nwhile time.monotonic() < end: pass"
@@ -152,8 +172,8 @@ def test_work_of_other_processes_is_seen_and_own_work_is_not_taken_for_it() -> N
     assert beside.others > 0.2 and beside.own > 0.05 and beside.others + beside.own <= 1.0
 
 
-def test_shares_of_the_processors_time_add_up_to_no_more_than_all_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The clock had 2 s of two cores: 1.0 s stolen and, by their own account, 1.2 s of this process of 1.8 s of all."""
+def test_shares_of_processor_time_add_up_to_at_most_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 2 s on two cores, 1.0 s were stolen and 1.8 s busy, of which 1.2 s in this process."""
     readings = iter([(0.0, 0.0, 0.0, 0.0), (1.0, 1.8, 1.0, 1.2)])
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1})
     monkeypatch.setattr(DisturbanceMeter, "_read", lambda meter: next(readings))
@@ -161,7 +181,7 @@ def test_shares_of_the_processors_time_add_up_to_no_more_than_all_of_it(monkeypa
     assert found.share + found.own == pytest.approx(1.0) and found.own == pytest.approx(1.2 / 2.8)
 
 
-def test_load_of_the_machine_is_one_doubt_in_the_words_of_two_shares(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_remark_on_load_has_two_shares(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(DisturbanceMeter, "read", lambda meter: Disturbance(0.3, 0.1, 0.5))
     monkeypatch.setattr(costs, "_doubts_of_passes", lambda *_: iter(()))
     for limit in ("BUDGET_S", "AGAIN_S", "SHORTEST_S"):
@@ -186,18 +206,18 @@ def test_load_of_the_machine_is_one_doubt_in_the_words_of_two_shares(monkeypatch
         ({"unseen": None}, None),
     ],
 )
-def test_raw_seconds_that_cannot_be_true_cast_doubt(change: dict[str, object], doubt: str | None) -> None:
+def test_implausible_seconds_cause_a_doubt(change: dict[str, object], doubt: str | None) -> None:
     raw = {"rows": {1: 10.0, 2: 10.5, 4: 12.0}, "rest": 0.5, "predicted": 6.0, "unseen": 6.0}
     assert list(_doubts_of_passes(**{**raw, **change})) == ([] if doubt is None else [doubt])  # type: ignore[arg-type]
 
 
-def test_base_passes_that_differ_much_cast_doubt() -> None:
+def test_scattered_base_passes_cause_a_doubt() -> None:
     meter = DisturbanceMeter()
     assert "the same pass took from 10.0 to 20.0 ms (quartiles)" in [*_doubts_of_machine(meter, [0.01, 0.02] * 8)]
     assert not any("quartiles" in doubt for doubt in _doubts_of_machine(meter, [0.010, 0.012] * 8))
 
 
-def test_a_disturbed_measurement_is_made_again_and_says_why_where_it_stays_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_disturbed_measurement_is_repeated_and_otherwise_explained(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[int] = []
 
     def doubts(meter: DisturbanceMeter, bases: object) -> Iterator[str]:
@@ -217,7 +237,7 @@ def test_a_disturbed_measurement_is_made_again_and_says_why_where_it_stays_so(mo
     assert disturbed.quality == "disturbed" and disturbed.remark.startswith("other programs had 40%")
 
 
-def test_costs_are_disturbed_where_only_their_widest_passes_were(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_costs_are_disturbed_if_only_their_widest_passes_were(monkeypatch: pytest.MonkeyPatch) -> None:
     words = "other programs had 40% of the processors' time, and swiftopt 60%"
     monkeypatch.setattr(costs, "_doubts_of_machine", lambda meter, bases: iter([] if bases else [words]))
     monkeypatch.setattr(costs, "_doubts_of_passes", lambda *_: iter(()))
@@ -229,9 +249,7 @@ def test_costs_are_disturbed_where_only_their_widest_passes_were(monkeypatch: py
     assert (profile.quality, profile.remark) == ("disturbed", words)
 
 
-def test_speeds_of_kernels_that_were_disturbed_replace_no_others(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_disturbed_speeds_of_kernels_replace_no_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file, shares = tmp_path / "speeds.json", [0.4, 0.05, 0.4]
     monkeypatch.setattr(build, "SHAPES", ((64, 32),))
     monkeypatch.setattr(build, "speeds_file", lambda: file)
