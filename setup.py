@@ -48,19 +48,9 @@ PLATFORMS = {
 # Developers' scripts, left out of the wheel; in a checkout, `python -m swiftopt.bench.micro` runs one.
 SCRIPTS = {
     "swiftopt.bench": (
-        *(
-            "coded_slots",
-            "disturbed_start",
-            "engines",
-            "gpu",
-            "gpu_all",
-            "gpu_peers",
-            "hybrids",
-            "micro",
-            "mixture_drafts",
-        ),
-        *("mixtures", "parity", "repeats", "search", "small_mixture", "stream_shift", "tables", "train_mtp"),
-        "verdicts",
+        *("coded_slots", "disturbed_start", "engines", "gpu", "gpu_all", "gpu_peers", "hybrids", "long_search"),
+        *("micro", "mixture_drafts", "mixtures", "parity", "recorded_windows", "repeats", "search", "small_mixture"),
+        *("stream_shift", "tables", "train_mtp", "verdicts"),
     ),
     "swiftopt.papers": ("ablate", "ablation_recipes", "ablations", "tables"),
 }

@@ -10,7 +10,9 @@ import pytest
 from tiny_files import save
 
 from swiftopt.bench import search
-from swiftopt.bench.search import Bench, LongSearch, TextRecord, _reaches_goal, command
+from swiftopt.bench.long_search import LongSearch
+from swiftopt.bench.recorded_windows import RecordedWindows, TextRecord
+from swiftopt.bench.search import _costs_to_reach, command
 from swiftopt.core.layer_sets import LayerSet, searchable
 from swiftopt.core.settings import SwiftSettings
 from swiftopt.models.loading import load
@@ -90,7 +92,7 @@ def test_ctrl_c_shows_the_strategies_that_have_ended(
     assert found["long_search"]["best"] > found["long_search"]["start"]
 
 
-def test_a_file_that_is_no_record_is_refused_before_the_model_is_loaded(
+def test_file_that_is_not_a_record_is_refused_before_the_model_is_loaded(
     tiny: str, home: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (home / "r.json").write_text("{}")
@@ -99,12 +101,14 @@ def test_a_file_that_is_no_record_is_refused_before_the_model_is_loaded(
         assert f"{name} is no record of" in (told := capsys.readouterr().err) and "load:" not in told
 
 
-def test_a_record_that_cannot_be_written_is_refused(tiny: str, home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unwritable_record_is_refused(tiny: str, home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(command, ["--model", tiny, "--stream", "notes.jsonl", "--record", "no/r.json"]) == 1
     assert "cannot write no/r.json" in capsys.readouterr().err
 
 
-def test_search_goes_on_over_one_short_text(tiny: str, home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_search_continues_over_repetitions_of_one_short_text(
+    tiny: str, home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The window has hardly moved when the text ends, so that only another lap brings text that a look waits for."""
     text = ["--stream", "notes.jsonl", "--limit", "1", "--max-new-tokens", "10", "--dtype", "float32", "--json"]
     local = ["--strategies", "local", "--window", "8", "--stride", "1", "--passes", "12"]
@@ -114,13 +118,13 @@ def test_search_goes_on_over_one_short_text(tiny: str, home: Path, capsys: pytes
 
 
 @pytest.mark.parametrize("most", [3, 6, 8])
-def test_long_search_takes_what_helps_however_few_sets_it_may_judge(
+def test_long_search_takes_flips_that_help_within_its_limit(
     tiny: str, home: Path, capsys: pytest.CaptureFixture[str], most: int
 ) -> None:
     common = ["--model", tiny, "--record", "r.json", "--strategies", "random", "--stream", "notes.jsonl"]
     bench(capsys, *common, "--limit", "3")
     runtime = load(tiny, "float32", "cpu")
-    judge = Bench(runtime, TextRecord.read(home / "r.json"), SwiftSettings(context_window=8, seed=0), 4)
+    judge = RecordedWindows(runtime, TextRecord.read(home / "r.json"), SwiftSettings(context_window=8, seed=0), 4)
     start = LayerSet(4, frozenset({1, 2}), frozenset({1, 2}))
     flipped = [[1 - bit if i == unit else bit for i, bit in enumerate(start.bits())] for unit in range(4)]
     singles = [LayerSet(4).with_bits(bits) for bits in flipped]
@@ -130,7 +134,7 @@ def test_long_search_takes_what_helps_however_few_sets_it_may_judge(
     assert found["peaks"] == 0 or most > len(singles)
 
 
-def test_long_search_ends_at_a_set_that_no_flip_betters(
+def test_long_search_ends_at_a_set_that_no_flip_improves(
     tiny: str, home: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     common = ["--model", tiny, "--record", "r.json", "--strategies", "random", "--long-search", "60"]
@@ -142,7 +146,7 @@ def test_long_search_ends_at_a_set_that_no_flip_betters(
     n_searched = len(searchable(4))
     runtime = load(tiny, "float32", "cpu")
     settings = SwiftSettings(context_window=8, seed=0)
-    judge = Bench(runtime, TextRecord.read(home / "r.json"), settings, 4)
+    judge = RecordedWindows(runtime, TextRecord.read(home / "r.json"), settings, 4)
     best = LayerSet(4, frozenset(found["skip_attn"]), frozenset(found["skip_mlp"]))
     assert judge.judge(best)[0] == pytest.approx(found["best"])
     for unit in range(n_searched):
@@ -151,11 +155,11 @@ def test_long_search_ends_at_a_set_that_no_flip_betters(
         assert judge.race([LayerSet(4).with_bits(bits)], best)[LayerSet(4).with_bits(bits)] <= 1
 
 
-def test_goal_counts_from_where_it_is_kept() -> None:
+def test_goal_is_reached_where_the_objective_stays_above_it() -> None:
     curve = [[1, 0.1, 0.5], [5, 0.5, 1.0], [9, 0.9, 0.8], [12, 1.2, 0.97]]
-    assert _reaches_goal(curve, 0.9) == {"passes": 12, "seconds": 1.2}
-    assert _reaches_goal(curve, 0.5) == {"passes": 1, "seconds": 0.1}
-    assert _reaches_goal(curve, 0.99) is None
+    assert _costs_to_reach(curve, 0.9) == {"passes": 12, "seconds": 1.2}
+    assert _costs_to_reach(curve, 0.5) == {"passes": 1, "seconds": 0.1}
+    assert _costs_to_reach(curve, 0.99) is None
 
 
 @pytest.mark.parametrize(
