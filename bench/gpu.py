@@ -1,11 +1,11 @@
-"""Where the time of a large model goes on a GPU, and what drafting gains there: by skipping, by fewer bits, by load.
+"""Measures where a large model spends its time on a GPU, and the speedup of drafts by layers, format and load.
 
     python -m swiftopt.bench.gpu --shape codellama-13b --redundancy 0.98
     python -m swiftopt.bench.gpu --shape tiny --device cpu
 
-The model is random, of a real one's shape, and made on the device. What its inner sub-layers add is scaled down until
-a draft without 45 % of them is accepted as often as `--redundancy` says. Prints a table, then one line of JSON; where
-there is no such device, a sentence on stderr and {"skipped": reason}.
+The model has the shape of a real one and random weights, which are made on the device. The outputs of its inner
+sub-layers are scaled down until a draft that skips 45 % of them reaches the acceptance rate of `--redundancy`. Prints a
+table, then one line of JSON; without a suitable device, a sentence on stderr and {"skipped": reason}.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ SKIP_RATIO = 0.45
 VERIFY_ROWS = (1, 2, 4, 8, 16)
 LONGEST_DRAFT = 25
 REPEATS, PASS_REPEATS = 3, 20
-FORMATS = ("int8", "fp8", "int4")  # Number formats of quantised drafts, in the order measured.
+FORMATS = ("int8", "fp8", "int4")  # Formats of quantised drafts, in the order of measuring.
 LOADS = (1, 4, 16, 32)  # Numbers of concurrent requests.
 LOAD_REPEATS = 2
-WARM_RUNS = 6  # Maximum warm-up runs; warm-up ends once all passes replay captured CUDA graphs.
+WARM_RUNS = 6  # Largest number of warm-up runs; they end when all passes replay captured CUDA graphs.
 SPARE = 1.15  # Required free memory, as a multiple of the weights' size.
-HALVINGS = 12  # The bisection scales inner sub-layers by a factor between 1 and 2^-HALVINGS.
-BISECTIONS = 7  # Bisection steps for the exponent of the inner sub-layers' scale.
+HALVINGS = 12  # The bisection scales inner sub-layers by 1 to 2^-HALVINGS.
+BISECTIONS = 7  # Steps of the bisection for the exponent of that scale.
 
 
 # --- model: random weights in a real model's shape, with adjustable redundancy of the sub-layers
@@ -59,7 +59,7 @@ BISECTIONS = 7  # Bisection steps for the exponent of the inner sub-layers' scal
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """Shape of a Llama model; `mebibytes` is the size of the tensors that measure bandwidth."""
+    """Shape of a Llama model; `mebibytes`: size of the tensors that measure bandwidth."""
 
     n_layers: int
     hidden: int
@@ -71,7 +71,7 @@ class ModelShape:
     kv_heads: int | None = None  # None: same as `heads`.
 
     def config(self) -> LlamaConfig:
-        # The initializer range shrinks with the width, so that sub-layers add as much at every width.
+        # The initializer range shrinks with the width, so that sub-layers add the same amount at every width.
         return LlamaConfig(
             vocab_size=self.vocab,
             hidden_size=self.hidden,
@@ -96,10 +96,10 @@ SHAPES = {
 
 @torch.inference_mode()
 def permuting_runtime(model_shape: ModelShape, device: str) -> Runtime:
-    """A random bfloat16 model whose head reads a permutation of its embeddings.
+    """Return a random bfloat16 model whose head is a permutation of its embeddings.
 
-    This gives each token one likely successor, which is the likelier the less the sub-layers add to the residual
-    stream. With a random head the top logits would nearly tie, and rounding would decide between them.
+    Each token then has one likely successor, and the less the sub-layers add to the residual stream, the likelier it
+    is. With a random head the top logits would nearly tie, and rounding would decide between them.
     """
     torch.manual_seed(0)
     runtime = random_runtime(model_shape.config(), device)
@@ -120,6 +120,7 @@ def scale_inner(runtime: Runtime, factor: float) -> None:
 
 
 def prompt_of(runtime: Runtime, number: int = 0) -> list[int]:
+    """Return the ids of 16 tokens, others for each number."""
     return [1 + (7 * i + 31 * number) % (runtime.vocab_size - 1) for i in range(16)]
 
 
@@ -139,19 +140,16 @@ def run_together(runtime: Runtime, method: Method, n_new: int, n_requests: int) 
 
 
 def drafting(layer_set: LayerSet, length: int) -> Method:
-    """Return drafting with a fixed length: a random model's confidence is too low for early stopping."""
+    """Return drafting with a fixed length: a random model has too little confidence for early stopping."""
     return swift(layer_set, SwiftSettings(max_draft_length=length, early_stop=False, dynamic_verification=False))
 
 
 def make_redundant(runtime: Runtime, layer_set: LayerSet, min_acceptance: float, n_new: int) -> float:
-    """Scale inner sub-layers by the largest factor found that keeps acceptance at `min_acceptance`; return it."""
-    applied_exponent, low_exponent, high_exponent = (
-        0.0,
-        0.0,
-        float(HALVINGS),
-    )  # Exponents of 1/2: `applied_exponent` is applied, `low_exponent` gives too low an acceptance.
+    """Scale the inner sub-layers by the largest factor at which acceptance is at least `min_acceptance`; return it."""
+    # Exponents of 1/2. At `low_exponent` the acceptance is too low; the weights are scaled by `applied_exponent`.
+    applied_exponent, low_exponent, high_exponent = 0.0, 0.0, float(HALVINGS)
     for step in range(BISECTIONS + 2):
-        # Try both ends first: unscaled, then the strongest scaling.
+        # Try both ends first: no scaling, then the strongest.
         exponent = (0.0, high_exponent)[step] if step < 2 else (low_exponent + high_exponent) / 2
         scale_inner(runtime, 2.0 ** (applied_exponent - exponent))
         applied_exponent = exponent
@@ -161,7 +159,7 @@ def make_redundant(runtime: Runtime, layer_set: LayerSet, min_acceptance: float,
             low_exponent = exponent
         if high_exponent == 0.0:
             break
-    # Each scaling rounds the weights, so measure the result again and scale further if needed.
+    # Each scaling rounds the weights, so measure again and scale further if needed.
     while True:
         scale_inner(runtime, 2.0 ** (applied_exponent - high_exponent))
         applied_exponent = high_exponent
@@ -176,7 +174,7 @@ def make_redundant(runtime: Runtime, layer_set: LayerSet, min_acceptance: float,
 # --- measurements
 
 
-def seconds(task: Callable[[], object], device: torch.device) -> float:
+def median_s(task: Callable[[], object], device: torch.device) -> float:
     """Return a task's median seconds; the device is synchronised before and after each run."""
 
     def wait() -> None:
@@ -195,15 +193,15 @@ def seconds(task: Callable[[], object], device: torch.device) -> float:
 
 @torch.inference_mode()
 def bandwidth(device: torch.device, mebibytes: int) -> dict[str, float]:
-    """Return GB/s of a copy (bytes read + written) and of a bfloat16 matrix-vector product (matrix bytes read)."""
+    """Return GB/s of a copy (bytes read and written) and of a bfloat16 matrix-vector product (bytes of the matrix)."""
     source = torch.zeros(mebibytes << 20, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    copy_s = seconds(lambda: target.copy_(source), device)
+    copy_s = median_s(lambda: target.copy_(source), device)
     width = 1 << 12
     matrix = torch.zeros((mebibytes << 19) // width, width, dtype=torch.bfloat16, device=device)
     vector = torch.zeros(1, width, dtype=torch.bfloat16, device=device)
-    multiplied = seconds(lambda: torch.nn.functional.linear(vector, matrix), device)
-    return {"copy": 2e-9 * source.numel() / copy_s, "matvec": 2e-9 * matrix.numel() / multiplied}
+    product_s = median_s(lambda: torch.nn.functional.linear(vector, matrix), device)
+    return {"copy": 2e-9 * source.numel() / copy_s, "matvec": 2e-9 * matrix.numel() / product_s}
 
 
 def bytes_per_token(runtime: Runtime) -> int:
@@ -216,25 +214,26 @@ def bytes_per_token(runtime: Runtime) -> int:
 def draft_seconds(runtime: Runtime, layer_set: LayerSet) -> float:
     buffer = runtime.new_buffer(512)
     rows = Rows([1], 256, variants=(layer_set,))
-    return seconds(lambda: best_of(runtime.forward(rows, buffer)).tolist(), runtime.device)
+    return median_s(lambda: best_of(runtime.forward(rows, buffer)).tolist(), runtime.device)
 
 
 def best_length(profile: CostProfile, layer_set: LayerSet, acceptance: float) -> int:
-    """Return the draft length with the highest expected speedup at this acceptance rate per token."""
+    """Return the draft length with the highest expected speedup, if each token is accepted with this probability."""
 
-    def worth(n: int) -> float:
+    def expected_speedup(n: int) -> float:
         tokens = sum(acceptance**i for i in range(n + 1))
         return profile.expected_speedup(layer_set, tokens, n, {n + 1: 1})
 
-    return max(range(1, LONGEST_DRAFT + 1), key=worth)
+    return max(range(1, LONGEST_DRAFT + 1), key=expected_speedup)
 
 
 def speed_of(completion: Completion) -> float:
-    """Return decoded tokens per second, without prefill and the tokens that it gave."""
+    """Return decoded tokens per second, without prefill and its tokens."""
     return (completion.n_tokens - completion.first_tokens) / (completion.timings.total_s - completion.prefill_s)
 
 
-def by_turns(runtime: Runtime, method: Method, n_new: int) -> list[tuple[Completion, Completion]]:
+def run_pairs(runtime: Runtime, method: Method, n_new: int) -> list[tuple[Completion, Completion]]:
+    """Decode alternately with plain decoding and with `method`."""
     return [(run(runtime, PLAIN, n_new), run(runtime, method, n_new)) for _ in range(REPEATS)]
 
 
@@ -251,7 +250,7 @@ def measure(shape: ModelShape, device: str, min_acceptance: float, speed: Speed,
     profile = measure_costs(runtime, 256)
     alpha = run(runtime, drafting(layer_set, 4), n_new).acceptance_rate or 0.0
     length = best_length(profile, layer_set, alpha)
-    pairs = by_turns(runtime, drafting(layer_set, length), n_new)
+    pairs = run_pairs(runtime, drafting(layer_set, length), n_new)
     plain_completions, drafted_completions = zip(*pairs, strict=True)
     read_gb_s = bandwidth(runtime.device, shape.mebibytes)
     plain_speed = median(map(speed_of, plain_completions))
@@ -288,18 +287,18 @@ def measure(shape: ModelShape, device: str, min_acceptance: float, speed: Speed,
 def measure_formats(runtime: Runtime, profile: CostProfile, n_new: int) -> tuple[dict[str, Any], CostProfile]:
     """Measure quantised drafts of the whole model: time to quantise, time per pass, and speedup of adaptive drafting.
 
-    Returns: figures by format, or the reason why it failed; and the profile with the costs of working formats.
+    Returns: by format the figures, or the reason for its failure; and the profile with the costs of working formats.
     """
     by_format: dict[str, Any] = {}
     for name in FORMATS:
         clock = perf_counter()
         try:
             profile = measure_format(runtime, profile, name)
-        except (RuntimeError, SwiftoptError) as error:  # For example torch has no kernel for this shape or device.
+        except (RuntimeError, SwiftoptError) as error:  # For example, torch lacks a kernel for this shape or device.
             by_format[name] = {"reason": str(error).splitlines()[0]}
             continue
         ready_s, method = perf_counter() - clock, adaptive(runtime, profile, name)
-        pairs = by_turns(runtime, method, n_new)
+        pairs = run_pairs(runtime, method, n_new)
         drafted_completion = pairs[0][1]
         by_format[name] = {
             "ready_s": ready_s,
@@ -313,7 +312,7 @@ def measure_formats(runtime: Runtime, profile: CostProfile, n_new: int) -> tuple
 
 
 def measure_load(runtime: Runtime, profile: CostProfile, n_new: int) -> dict[str, Any]:
-    """Measure tokens per second of concurrent requests, plain decoding and adaptive drafting interleaved."""
+    """Measure tokens per second of concurrent requests, alternately with plain decoding and adaptive drafting."""
     name = next((candidate for candidate in reversed(FORMATS) if candidate in profile.formats), STORED)
     method, by_load = adaptive(runtime, profile, name), dict[str, Any]()
     for n in LOADS:
@@ -323,16 +322,15 @@ def measure_load(runtime: Runtime, profile: CostProfile, n_new: int) -> dict[str
             (run_together(runtime, PLAIN, n_new, n), run_together(runtime, method, n_new, n))
             for _ in range(LOAD_REPEATS)
         ]
-        median_plain_tok_s, ratio = (
-            median(plain_tok_s for plain_tok_s, _ in pairs),
-            median(drafted_tok_s / plain_tok_s for plain_tok_s, drafted_tok_s in pairs),
-        )
-        by_load[str(n)] = {"plain_tokens_per_s": median_plain_tok_s, "ratio": ratio}
+        by_load[str(n)] = {
+            "plain_tokens_per_s": median(plain_tok_s for plain_tok_s, _ in pairs),
+            "ratio": median(drafted_tok_s / plain_tok_s for plain_tok_s, drafted_tok_s in pairs),
+        }
     return by_load
 
 
 def _capture(runtime: Runtime, method: Method, n_new: int, n_requests: int) -> None:
-    """Run requests until no further CUDA graph is captured; prefill is one pass per run, hence the first loop."""
+    """Run requests until no further CUDA graph is captured; each run has one prefill pass, hence the first loop."""
     for _ in range(RECORD_AT - 1):
         run_together(runtime, method, 1, n_requests)
     for _ in range(WARM_RUNS):
@@ -347,14 +345,13 @@ def adaptive(runtime: Runtime, profile: CostProfile, name: str) -> Method:
     return build("adaptive", resources, AdaptiveSettings.from_json({"draft_format": name, "lookup": False}))
 
 
-def _identical(first_completion: Completion, second_completion: Completion) -> float:
-    return (
-        sum(a == b for a, b in zip(first_completion.token_ids, second_completion.token_ids, strict=True))
-        / first_completion.n_tokens
-    )
+def _identical(plain: Completion, drafted: Completion) -> float:
+    """Return the share of equal tokens."""
+    return sum(a == b for a, b in zip(plain.token_ids, drafted.token_ids, strict=True)) / plain.n_tokens
 
 
 def table(report: dict[str, Any]) -> str:
+    """Return the report as lines of text for people."""
     plain, draft, passes = report["plain"], report["draft"], report["pass_ms"]
     verify = ", ".join(f"{n}: {ms:.2f}" for n, ms in passes["verify"].items())
     gb_s = ", ".join(f"{name} {gb_s_value:.0f}" for name, gb_s_value in report["bandwidth_gb_s"].items())
@@ -392,7 +389,7 @@ def obstacle(shape: ModelShape, device: str) -> str | None:
     if not device.startswith("cuda"):
         return None
     if not torch.cuda.is_available():
-        return "this machine has no CUDA device: pass --device cpu --shape tiny to see the report"
+        return "this machine has no CUDA device: use --device cpu --shape tiny to see the report"
     per_layer = 4 * shape.hidden**2 + 3 * shape.hidden * shape.inner
     needed = SPARE * 2 * (shape.n_layers * per_layer + 2 * shape.vocab * shape.hidden) + 2 * (shape.mebibytes << 20)
     free_bytes = torch.cuda.mem_get_info(torch.device(device))[0]
@@ -406,10 +403,10 @@ def obstacle(shape: ModelShape, device: str) -> str | None:
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=sorted(SHAPES), default="codellama-13b")
-    parser.add_argument("--redundancy", type=float, default=0.98, help="share of the draft's tokens to be accepted")
+    parser.add_argument("--redundancy", type=float, default=0.98, help="share of drafted tokens that the model accepts")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--speed", choices=get_args(Speed), default="eager")
-    parser.add_argument("--tokens", type=int, default=128, help="per completion")
+    parser.add_argument("--tokens", type=int, default=128, help="tokens per completion")
     args = parser.parse_args(argv)
     shape = SHAPES[args.shape]
     if args.device != "cpu":

@@ -1,12 +1,11 @@
-"""All measurements for a machine with a GPU, most valuable first: the `gpu` tests, then `bench.gpu` by speed and shape,
-and last other engines, as far as they are at hand there.
+"""Runs all measurements of a machine with a GPU, the most valuable first.
 
     python -m swiftopt.bench.gpu_all [--out FOLDER] [--device cuda]
 
-Each step is a process with its own time limit, at which it gets Ctrl-C; all of them together take less than 9
-minutes, for the last one gets what the others leave. What a step prints is shown as it comes; its last line, if that is
-JSON, and what came of all steps go to FOLDER, by default gpu-results.
-`--device cpu` tries the script with tiny shapes.
+The steps are the `gpu` tests, `bench.gpu` by speed and shape, and other engines that are installed. Each step is a
+process, which gets SIGINT at its time limit. All steps together take less than 9 minutes; the last one gets the rest of
+this time. The output of a step is shown; its last line, if it is JSON, and the outcomes of all steps are written to
+FOLDER, by default gpu-results. `--device cpu` tries the script with tiny shapes.
 """
 
 from __future__ import annotations
@@ -27,9 +26,9 @@ from .tables import ROOT
 from .turn import measured, started
 
 SCHEMA = "swiftopt.gpu-steps/1"
-TOTAL_S = 530.0  # Time limit for all steps together.
+TOTAL_S = 530.0  # Time limit of all steps together.
 LEAST_S = 20.0  # A step is skipped if less than this time is left.
-GRACE_S = 10.0  # Time that a step gets after SIGINT before it is killed.
+GRACE_S = 10.0  # Time from SIGINT until a step is killed.
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,18 +47,9 @@ def steps(device: str) -> list[DeviceStep]:
     def bench(shape: str, speed: str) -> tuple[str, ...]:
         return ("-m", "swiftopt.bench.gpu", "--shape", shape, "--speed", speed, "--device", device, "--tokens", "64")
 
-    # Disable pytest-benchmark of GPU images: it warns when used with xdist, and warnings are errors here.
-    test_command = (
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "-p",
-        "no:benchmark",
-        "-n",
-        str(min(6, cpu_count() or 1)),
-    )
+    # GPU images have pytest-benchmark, which warns beside xdist, and warnings are errors here.
+    pytest_options = ("-q", "-p", "no:cacheprovider", "-p", "no:benchmark", "-n", str(min(6, cpu_count() or 1)))
+    test_command = ("-m", "pytest", *pytest_options)
     plan = [
         DeviceStep("machine", ("-m", "torch.utils.collect_env"), 20),
         DeviceStep("tests", (*test_command, "-m", "gpu", *tests), 60),
@@ -78,7 +68,7 @@ def steps(device: str) -> list[DeviceStep]:
 
 
 def run(step: DeviceStep, folder: Path, left_s: float) -> dict[str, object]:
-    """Run a step for at most `left_s` seconds, echo its output, save its JSON report; return the outcome."""
+    """Run a step for at most `left_s` seconds, show its output, save its JSON report, and return the outcome."""
     if left_s < LEAST_S:
         print(f"== {step.name}: no time is left for it", flush=True)
         return {"step": step.name, "exit": None, "seconds": 0.0}
@@ -102,24 +92,22 @@ def run(step: DeviceStep, folder: Path, left_s: float) -> dict[str, object]:
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    """Parse, run every step, say which failed; 1 if any did."""
+    """Run every step and name those that failed; return 1 if any did."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("gpu-results"))
     parser.add_argument("--device", default="cuda")
     options = parser.parse_args(args)
     options.out.mkdir(parents=True, exist_ok=True)
-    finished_steps: list[dict[str, object]] = []
-    clock = perf_counter()
+    outcomes: list[dict[str, object]] = []
+    started_s = perf_counter()
     for step in steps(options.device):
-        finished_steps.append(run(step, options.out, TOTAL_S - (perf_counter() - clock)))
-        report = {"schema": SCHEMA, "device": options.device, "steps": finished_steps}
+        outcomes.append(run(step, options.out, TOTAL_S - (perf_counter() - started_s)))
+        report = {"schema": SCHEMA, "device": options.device, "steps": outcomes}
         (options.out / "steps.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    failed_steps = [str(finished_step["step"]) for finished_step in finished_steps if finished_step["exit"]]
-    n_ran = sum(finished_step["exit"] == 0 for finished_step in finished_steps)
-    print(
-        f"{n_ran} of {len(finished_steps)} steps ran" + (f"; failed: {', '.join(failed_steps)}" if failed_steps else "")
-    )
-    return 1 if failed_steps else 0
+    failed_names = [str(outcome["step"]) for outcome in outcomes if outcome["exit"]]
+    n_ran = sum(outcome["exit"] == 0 for outcome in outcomes)
+    print(f"{n_ran} of {len(outcomes)} steps ran" + (f"; failed: {', '.join(failed_names)}" if failed_names else ""))
+    return 1 if failed_names else 0
 
 
 if __name__ == "__main__":

@@ -1,10 +1,12 @@
-"""A model that mixes attention with a recurrence, at the shape of one that people run, with random weights.
+"""Measures models that mix attention with recurrent layers, with the shapes of real ones and random weights.
 
 python -m swiftopt.bench.hybrids --shape qwen3.5-2b --layers 24 --prompt-tokens 2000 --chat-tokens 4000
 
-Prints one JSON object: a pass over 8 rows as a quotient to one over 1 row, in int4 and in bfloat16; the seconds of a
-prompt as a quotient to those of the same shape with attention in all layers; a chat's second turn as a quotient to
-reading all of it; and the bytes of a sequence's states, and what drafting 8 rows adds to them.
+Prints one JSON object with these figures:
+- the time of a pass over 8 rows ÷ that of a pass over 1 row, in int4 and in bfloat16;
+- the time of a prompt ÷ that of the same shape with attention in all layers;
+- the time of reading a chat's second turn ÷ that of reading the whole chat;
+- the bytes of a sequence's states, and the share that drafts of 8 rows add to them.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ from ..models.runtime import Runtime
 from .turn import measured
 
 SCHEMA = "swiftopt.bench-hybrid/1"
-TOKENS = 4096  # Tokens of the vocabulary: a whole one would make the head a large part of few layers.
+TOKENS = 4096  # Vocabulary size; with a full vocabulary the head would outweigh a few layers.
 QWEN: dict[str, Any] = {
     "model_type": "qwen3_5_text",
     "vocab_size": TOKENS,
@@ -75,7 +77,7 @@ JAMBA: dict[str, Any] = {
     "max_position_embeddings": 32768,
     "eos_token_id": None,
 }
-# By name: settings of a config, and one layer in how many has attention.
+# Name -> settings of a config, and the period of layers with attention: one layer of that many has it.
 SHAPES: dict[str, tuple[dict[str, Any], int]] = {
     "qwen3.5-2b": (QWEN, 4),
     "granite-4.0-h-1b": (GRANITE, 10),
@@ -84,7 +86,7 @@ SHAPES: dict[str, tuple[dict[str, Any], int]] = {
 REPEATS = 15
 ROWS = 8
 CONTEXT = 256
-NEW_TOKENS, TURN_TOKENS = 16, 48  # Tokens of an answer, and of what is new in a chat's second turn.
+NEW_TOKENS, TURN_TOKENS = 16, 48  # Tokens of an answer, and of the user's message in a chat's second turn.
 
 
 @click.command()
@@ -93,24 +95,24 @@ NEW_TOKENS, TURN_TOKENS = 16, 48  # Tokens of an answer, and of what is new in a
 @click.option("--prompt-tokens", default=2000, show_default=True)
 @click.option("--chat-tokens", default=4000, show_default=True)
 def main(shape: str, layers: int, prompt_tokens: int, chat_tokens: int) -> None:
-    """Measure a hybrid of a shape; prints one JSON object."""
+    """Measure a hybrid model of a shape; prints one JSON object."""
     settings, period = SHAPES[shape]
-    hybrid, attention = made(settings, period, layers), made(settings, 1, layers)
+    hybrid, attention = random_model(settings, period, layers), random_model(settings, 1, layers)
     report: dict[str, Any] = {"schema": SCHEMA, "machine": machine_name(hybrid), "shape": shape, "layers": layers}
     report["threads"], report["level"] = torch.get_num_threads(), getattr(hybrid.native, "level", None)
     text = [(7 * i * i + 3 * i) % (TOKENS - 2) + 2 for i in range(chat_tokens)]
-    report["rows_8_by_1"] = {name: _quotient_of_rows(hybrid, name) for name in ("int4", None)}
-    seconds = [[_read_s(runtime, text[:prompt_tokens]) for runtime in (hybrid, attention)] for _ in range(3)]
+    report["rows_8_by_1"] = {name: _ratio_of_rows(hybrid, name) for name in ("int4", None)}
+    seconds = [[_prefill_s(runtime, text[:prompt_tokens]) for runtime in (hybrid, attention)] for _ in range(3)]
     report["prompt_s"] = [min(runs) for runs in zip(*seconds, strict=True)]
-    report["prompt_by_attention"] = median(of_hybrid / others for of_hybrid, others in seconds)
+    report["prompt_by_attention"] = median(hybrid_s / attention_s for hybrid_s, attention_s in seconds)
     report["second_turn"] = _second_turn(hybrid, text)
-    state, drafting = hybrid.state_bytes(1), hybrid.state_bytes(1 + ROWS)
-    report["state_bytes"], report["drafting_8_rows"] = state, drafting / state - 1
+    state_bytes, drafting_bytes = hybrid.state_bytes(1), hybrid.state_bytes(1 + ROWS)
+    report["state_bytes"], report["drafting_8_rows"] = state_bytes, drafting_bytes / state_bytes - 1
     click.echo(json.dumps(report))
 
 
-def made(settings: Mapping[str, Any], period: int, n_layers: int) -> Runtime:
-    """Return a runtime of random weights in bfloat16, on our kernels; one layer in `period` has attention."""
+def random_model(settings: Mapping[str, Any], period: int, n_layers: int) -> Runtime:
+    """Return a model with random bfloat16 weights on swiftopt's kernels; one layer of `period` has attention."""
     kinds = ["full_attention" if layer % period == period - 1 else "linear_attention" for layer in range(n_layers)]
     layers: dict[str, Any] = {"layer_types": kinds}
     if settings["model_type"] == "jamba":
@@ -121,32 +123,33 @@ def made(settings: Mapping[str, Any], period: int, n_layers: int) -> Runtime:
     return runtime
 
 
-def _quotient_of_rows(runtime: Runtime, name: str | None) -> float:
-    layer_set = runtime.whole if name is None else runtime.whole.filled(name)
+def _ratio_of_rows(runtime: Runtime, format_name: str | None) -> float:
+    """Return the time of a pass over `ROWS` rows ÷ that of a pass over 1 row, in a format or in the model's dtype."""
+    layer_set = runtime.whole if format_name is None else runtime.whole.filled(format_name)
     runtime.copies.prepare(layer_set)
     buffer = runtime.new_buffer(CONTEXT + ROWS, ROWS)
     runtime.prefill([i % TOKENS for i in range(CONTEXT)], buffer)
-    variants = () if name is None else (layer_set,)
+    variants = () if format_name is None else (layer_set,)
     passes = [partial(runtime.forward, Rows(list(range(n)), CONTEXT, variants=variants), buffer) for n in (1, ROWS)]
-    quotients: list[float] = []
-    for _ in range(REPEATS + 2):
-        times = []
+    ratios: list[float] = []
+    for _ in range(REPEATS + 2):  # The first two rounds are warm-up.
+        seconds = []
         for run in passes:
-            started = perf_counter()
+            start = perf_counter()
             run()
-            times.append(perf_counter() - started)
-        quotients.append(times[1] / times[0])
-    return median(quotients[2:])
+            seconds.append(perf_counter() - start)
+        ratios.append(seconds[1] / seconds[0])
+    return median(ratios[2:])
 
 
-def _read_s(runtime: Runtime, text: Sequence[int]) -> float:
-    buffer, started = runtime.new_buffer(len(text), 1), perf_counter()
+def _prefill_s(runtime: Runtime, text: Sequence[int]) -> float:
+    buffer, start = runtime.new_buffer(len(text), 1), perf_counter()
     runtime.prefill(text, buffer)
-    return perf_counter() - started
+    return perf_counter() - start
 
 
 def _second_turn(runtime: Runtime, text: list[int]) -> dict[str, float]:
-    """Return the seconds of reading a chat's second turn after the first, and anew."""
+    """Return the seconds of prefill for a chat's second turn, after the first turn and without it."""
     turn = text[:TURN_TOKENS]
 
     def answer(engine: Engine, ids: list[int]) -> Completion:
@@ -159,10 +162,10 @@ def _second_turn(runtime: Runtime, text: list[int]) -> dict[str, float]:
     engine = Engine(1 << 34)
     first = answer(engine, text)
     longer = [*text, *first.token_ids, *turn]
-    after, anew = answer(engine, longer), answer(Engine(1 << 34), longer)
-    if after.token_ids != anew.token_ids:
-        raise click.ClickException("the second turn has other tokens than a text that is read anew")
-    return {"s": after.prefill_s, "anew_s": anew.prefill_s, "quotient": after.prefill_s / anew.prefill_s}
+    second, anew = answer(engine, longer), answer(Engine(1 << 34), longer)
+    if second.token_ids != anew.token_ids:
+        raise click.ClickException("after the first turn, the second has other tokens than in a new engine")
+    return {"s": second.prefill_s, "anew_s": anew.prefill_s, "quotient": second.prefill_s / anew.prefill_s}
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Small measurements of one part each; every command prints one JSON object last.
+"""Small measurements, each of one part; every command prints one JSON object as its last line.
 
 python -m swiftopt.bench.micro passes --model qwen2.5-coder-1.5b --contexts 200,2000 --rows 1,8 --sequences 1,8
 python -m swiftopt.bench.micro attention --contexts 2000,24000 --rows 1,8,512 --threads 1,2
@@ -55,17 +55,17 @@ from .turn import measured, started
 
 RANK_SCHEMA = "swiftopt.head-rank/1"
 PASS_REPEATS, STEP_REPEATS = 9, 15
-RATE_CASES = ((0, 1), (0, 512))  # Context and rows of the passes that tell the maps' rates.
+RATE_CASES = ((0, 1), (0, 512))  # Context and rows of the passes that measure the linear maps' rates.
 SHAPE = {
     **{"vocab_size": 256, "hidden_size": 1536, "intermediate_size": 8960, "num_attention_heads": 12},
     **{"num_key_value_heads": 2, "max_position_embeddings": 65536},
 }
-LARGEST_BATCH = 8  # Maximum candidates scored in one pass.
+LARGEST_BATCH = 8  # Largest number of candidates scored in one pass.
 SKIP_RATIO = 0.45
 N_SETS = 100  # Layer sets stored in the server's database.
 N_CONNECTIONS = 8
 LOOKUP_RATE = 100  # Requests per second in the constant-rate measurement.
-NOWHERE = "redis://127.0.0.1:1/0"  # An address where no Redis listens, to measure the server without its cache.
+NOWHERE = "redis://127.0.0.1:1/0"  # No Redis listens here: the server must answer without its cache.
 
 MODEL = click.option("--model", required=True)
 DTYPE = click.option("--dtype", default="auto")
@@ -74,7 +74,7 @@ DEVICE = click.option("--device", default="auto")
 
 @click.group()
 def main() -> None:
-    """Small measurements of one part each; every command prints one JSON object last."""
+    """Small measurements, each of one part; every command prints one JSON object as its last line."""
 
 
 @main.result_callback()
@@ -90,14 +90,14 @@ def _print(report: dict[str, Any] | None) -> None:
 @MODEL
 @DTYPE
 @click.option("--contexts", default="200,2000")
-@click.option("--rows", default="1,8", help="Of each sequence.")
+@click.option("--rows", default="1,8", help="Rows of each sequence.")
 @click.option("--sequences", default="1")
 @torch.inference_mode()
 def passes(model: str, dtype: str, contexts: str, rows: str, sequences: str) -> dict[str, Any]:
-    """Where the time of a pass goes: linear maps, attention, the rest of the kernels' work, and Python's share.
+    """Split the time of a pass into linear maps, attention, the rest of the kernels' work, and Python.
 
-    Passes of our kernels and of torch's (`--speed eager`) in turns; a line per context, number of sequences and rows of
-    each with the medians in ms. `weights_gb_s` is the weights' bytes by the time of the maps.
+    Passes of swiftopt's kernels and of torch's (`--speed eager`) alternate. Prints a line with medians in ms for each
+    context, number of sequences and rows per sequence. `weights_gb_s`: bytes of the weights per second of linear maps.
     """
     runtime = load(model, dtype, "cpu", speed="eager")
     at_speed(runtime, "exact")
@@ -155,7 +155,7 @@ def pass_times(runtime: Runtime, context: int, n_rows: int, n_sequences: int) ->
     return {**about, "ms": ms, "weights_gb_s": round(sum(n_bytes.values()) / ms["maps"] / 1e6, 1)}
 
 
-# --- attention: what reading the slots takes, against what the maps' rates make of its bytes and multiply-adds
+# --- attention: its time, and the time that its bytes and multiply-adds would take at the linear maps' rates
 
 
 @main.command()
@@ -166,11 +166,12 @@ def pass_times(runtime: Runtime, context: int, n_rows: int, n_sequences: int) ->
 @click.option("--repeats", default=PASS_REPEATS)
 @torch.inference_mode()
 def attention(contexts: str, rows: str, threads: str, layers: int, repeats: int) -> dict[str, Any]:
-    """How long attention takes as a quotient to what its bytes and multiply-adds would take at the maps' rates.
+    """Compare attention's time with the time that it would take at the linear maps' rates.
 
-    Layers of random bfloat16 weights at Qwen2.5-1.5B's shape. The maps' rate of bytes is that of passes over 1 row,
-    their rate of multiply-adds that of passes over 512 rows; attention would take the longer of its two times. All
-    passes run in turns; a line per number of threads, context and rows with medians in ms a layer.
+    Layers have random bfloat16 weights and the shape of Qwen2.5-1.5B. Passes over 1 row measure how many bytes a second
+    the maps read, passes over 512 rows how many multiply-adds they compute. Attention's expected time is the longer of
+    the times for its bytes and its multiply-adds. All passes alternate. Prints a line with medians in ms per layer for
+    each number of threads, context and rows.
     """
     from transformers import AutoConfig
 
@@ -190,13 +191,13 @@ def attention(contexts: str, rows: str, threads: str, layers: int, repeats: int)
 def attention_times(
     runtime: Runtime, cases: list[tuple[int, int]], n_threads: int, repeats: int
 ) -> list[dict[str, Any]]:
-    """Measure passes over (context, rows), and those that give the maps' rates, in turns."""
+    """Time passes over each case (context, rows), alternating with those that measure the linear maps' rates."""
     native = runtime.native
     assert isinstance(native, NativePasses)
     n_layers, width = runtime.n_layers, SHAPE["hidden_size"] // SHAPE["num_attention_heads"]
     buffer = runtime.new_buffer(max(context + n_rows for context, n_rows in (*cases, *RATE_CASES)))
     for block in (*buffer.keys, *buffer.values):
-        block.normal_()  # Zeros that were never written would all be read from one page of memory.
+        block.normal_()  # Memory that was never written would be read from one page of zeros, which stays in cache.
     samples: dict[tuple[int, int], list[tuple[float, float]]] = {}
     for repeat in range(repeats + 1):
         for context, n_rows in (*cases, *RATE_CASES):
@@ -207,21 +208,21 @@ def attention_times(
                 samples.setdefault((context, n_rows), []).append((maps_s, attention_s))
     native.seconds = None
     map_weights = sum(weight.numel() for name, weight in runtime.hf_model.named_parameters() if "proj.weight" in name)
-    of_one_row, of_many = (median(maps for maps, _ in samples[case]) for case in RATE_CASES)
-    bytes_s, products_s = 2 * map_weights / of_one_row, map_weights * RATE_CASES[1][1] / of_many
+    one_row_s, many_rows_s = (median(maps_s for maps_s, _ in samples[case]) for case in RATE_CASES)
+    bytes_per_s, products_per_s = 2 * map_weights / one_row_s, map_weights * RATE_CASES[1][1] / many_rows_s
     results = []
     for context, n_rows in cases:
-        slots = context + (n_rows + 1) / 2  # On average of its rows.
+        slots = context + (n_rows + 1) / 2  # Average over the rows, as each row also sees the rows before it.
         n_bytes = 2 * 2 * width * SHAPE["num_key_value_heads"] * (context + n_rows)
         n_products = 2 * width * SHAPE["num_attention_heads"] * slots * n_rows
-        took_s = median(seconds for _, seconds in samples[context, n_rows]) / n_layers
-        ratio = took_s / max(n_bytes / bytes_s, n_products / products_s)
-        results.append({"threads": n_threads, "context": context, "rows": n_rows, "ms": round(1e3 * took_s, 4)})
-        results[-1] |= {"ratio": round(ratio, 3), "gb_s": round(n_bytes / took_s / 1e9, 2)}
-        results[-1] |= {"maps_gb_s": round(bytes_s / 1e9, 2), "maps_gflop_s": round(2e-9 * products_s, 1)}
+        layer_s = median(attention_s for _, attention_s in samples[context, n_rows]) / n_layers
+        ratio = layer_s / max(n_bytes / bytes_per_s, n_products / products_per_s)
+        results.append({"threads": n_threads, "context": context, "rows": n_rows, "ms": round(1e3 * layer_s, 4)})
+        results[-1] |= {"ratio": round(ratio, 3), "gb_s": round(n_bytes / layer_s / 1e9, 2)}
+        results[-1] |= {"maps_gb_s": round(bytes_per_s / 1e9, 2), "maps_gflop_s": round(2e-9 * products_per_s, 1)}
         click.echo(
-            f"{n_threads} threads, {context} slots, {n_rows} rows: {1e3 * took_s:.3f} ms a layer, {ratio:.2f} times"
-            f" what it would take at the maps' {bytes_s / 1e9:.1f} GB/s and {2e-9 * products_s:.0f} GFLOP/s"
+            f"{n_threads} threads, {context} slots, {n_rows} rows: {1e3 * layer_s:.3f} ms a layer, {ratio:.2f} times"
+            f" the time at the maps' {bytes_per_s / 1e9:.1f} GB/s and {2e-9 * products_per_s:.0f} GFLOP/s"
         )
     return results
 
@@ -236,10 +237,10 @@ def attention_times(
 @DEVICE
 @torch.inference_mode()
 def step(model: str, stream: str, dtype: str, device: str) -> dict[str, Any]:
-    """What one optimisation step costs against one draft pass over the window, on a real prompt.
+    """Compare the cost of a search step with that of a draft pass over the window, on a real prompt.
 
-    A step scores one candidate; candidates are scored in batches. Medians in ms, for every batch size, of interleaved
-    repetitions, with what the search itself spends per trial in addition to the passes.
+    A step scores one candidate of a batch; its time includes the search's own work besides the pass. Shows medians in
+    ms for each size of batch. The repetitions alternate.
     """
     runtime = load(model, dtype, device)
     settings = SwiftSettings(max_steps=10**6, patience=10**6, target_matchness=1.0, strategy="random")
@@ -250,7 +251,7 @@ def step(model: str, stream: str, dtype: str, device: str) -> dict[str, Any]:
     window = Rows(context.token_ids[-settings.context_window - 1 : -1], context.root_slot, variants=variants)
 
     def draft_pass() -> object:
-        """Run the draft over the window and read its tokens: the baseline for a search step."""
+        """Run the draft over the window and read its tokens."""
         return runtime.forward(window, context.buffer).float().max(dim=-1).indices.tolist()
 
     def score(search: Search) -> object:
@@ -264,14 +265,14 @@ def step(model: str, stream: str, dtype: str, device: str) -> dict[str, Any]:
         search.batch = batch
         runs[f"steps of {batch}"] = partial(score, search)
     ms = measure_ms(runs)
-    per_step = {str(batch): round(ms[f"steps of {batch}"] / batch, 3) for batch in batches}
-    draft_passes = {batch: round(share_of_pass / ms["draft pass"], 3) for batch, share_of_pass in per_step.items()}
+    ms_per_step = {str(batch): round(ms[f"steps of {batch}"] / batch, 3) for batch in batches}
+    share_of_pass = {batch: round(step_ms / ms["draft pass"], 3) for batch, step_ms in ms_per_step.items()}
     about = {"schema": "swiftopt.bench-step/1", "model": model, "device": machine_name(runtime)}
-    return {**about, "ms": ms, "ms_per_step": per_step, "share_of_draft_pass": draft_passes}
+    return {**about, "ms": ms, "ms_per_step": ms_per_step, "share_of_draft_pass": share_of_pass}
 
 
 def context_of(session: Session, ids: list[int], n_generated: int) -> Context:
-    """Return a request after `n_generated` random tokens; their values do not affect the timing."""
+    """Return the context of a request that has generated `n_generated` tokens; random ones take as long as others."""
     rng, runtime = random.Random(0), session.runtime
     ids = [*ids, *(rng.randrange(100, 1000) for _ in range(n_generated))]
     buffer = runtime.new_buffer(len(ids) + (LARGEST_BATCH + 1) * n_generated)
@@ -280,12 +281,13 @@ def context_of(session: Session, ids: list[int], n_generated: int) -> Context:
 
 
 def measure_ms(runs: dict[str, Callable[[], object]]) -> dict[str, float]:
+    """Return the median ms of each run, over repetitions that alternate."""
     samples: dict[str, list[float]] = {name: [] for name in runs}
-    for number in range(STEP_REPEATS + 1):
+    for repeat in range(STEP_REPEATS + 1):
         for name, run in runs.items():
             clock = perf_counter()
             run()
-            if number:  # Round 0 is a warm-up.
+            if repeat:  # Round 0 is a warm-up.
                 samples[name].append(1e3 * (perf_counter() - clock))
     return {name: round(median(values), 3) for name, values in samples.items()}
 
@@ -304,9 +306,9 @@ def measure_ms(runs: dict[str, Callable[[], object]]) -> dict[str, float]:
 def memory(
     model: str, prompt_tokens: int, max_new_tokens: int, dtype: str, device: str, repeats: int, child: str | None
 ) -> dict[str, Any] | None:
-    """Peak memory of plain decoding against drafting: each in its own process, because a peak never falls.
+    """Compare the peak memory of plain decoding and drafting, each in its own process, because a peak never falls.
 
-    The share is of the whole process's peak (CPU) or of what torch allocated (CUDA).
+    Counts all memory of the process on a CPU, and what torch allocated on a CUDA device.
     """
     if child:
         click.echo(peak_bytes(model, child, prompt_tokens, max_new_tokens, dtype, device))
@@ -316,9 +318,9 @@ def memory(
         for method, sizes in peaks.items():
             command = [sys.executable, "-m", "swiftopt.bench.micro", *sys.argv[1:], "--child", method]
             sizes.append(int(subprocess.run(command, check=True, capture_output=True, text=True).stdout))
-    middle = {method: sorted(sizes)[len(sizes) // 2] for method, sizes in peaks.items()}
+    median_bytes = {method: sorted(sizes)[len(sizes) // 2] for method, sizes in peaks.items()}
     about = {"schema": "swiftopt.bench-memory/1", "model": model, "peak_bytes": peaks}
-    return {**about, "extra_share": round(middle["swift"] / middle["plain"] - 1, 4)}
+    return {**about, "extra_share": round(median_bytes["swift"] / median_bytes["plain"] - 1, 4)}
 
 
 def peak_bytes(model: str, method: str, n_prompt: int, max_new_tokens: int, dtype: str, device: str) -> int:
@@ -340,7 +342,7 @@ def peak_bytes(model: str, method: str, n_prompt: int, max_new_tokens: int, dtyp
 @MODEL
 @click.option("--json", "as_json", is_flag=True)
 def head_rank_of(model: str, as_json: bool) -> dict[str, Any] | None:
-    """The rank of a model's head, by its singular values (AdaDecode, Table 4)."""
+    """Compute the rank of a model's output head from its singular values (AdaDecode, Table 4)."""
     hf_model: Any = load(model, "auto", "cpu").hf_model
     head = hf_model.get_output_embeddings().weight.detach()
     rank, smallest = head_rank(head)
@@ -353,28 +355,28 @@ def head_rank_of(model: str, as_json: bool) -> dict[str, Any] | None:
 
 
 def head_rank(weight: torch.Tensor) -> tuple[int, float]:
-    """Return how many singular values of a matrix (rows, columns) are above 0, and the smallest of all.
+    """Return the number of a matrix's singular values above 0, and the smallest singular value.
 
-    Computed in float64 as roots of the eigenvalues of WᵀW; values below 1e-7 of the largest count as 0.
+    They are roots of the eigenvalues of WᵀW in float64; values below 1e-7 of the largest count as 0.
     """
     double_weight = weight.double()
     values = torch.linalg.eigvalsh(double_weight.T @ double_weight).clamp_min(0).sqrt()
     return int((values > 1e-7 * values.max()).sum()), float(values.min())
 
 
-# --- lookups: latency of layer-set requests over HTTP
+# --- lookups: rate and latency of layer-set lookups over HTTP
 
 
 @main.command()
-@click.option("--seconds", default=20.0, help="Of each part.")
+@click.option("--seconds", default=20.0, help="Seconds of each part.")
 def lookups(seconds: float) -> dict[str, Any]:
-    """Lookups of a layer set over HTTP on loopback: how many a second, and how long one takes at a steady rate.
+    """Measure lookups of layer sets over HTTP on loopback: their highest rate, and their latency at a constant rate.
 
-    Starts `swiftopt serve` as a separate process, on a fresh SQLite file with 100 layer sets, and asks it from here:
-    first as fast as a few connections can, then at 100 a second, each request at its own time whether or not the one
-    before was answered (so a stall counts for all requests that it delays). Then again with a Redis that is not there.
+    Starts `swiftopt serve` on a new SQLite file with 100 layer sets. Requests are sent as fast as a few connections
+    can, then at 100 a second. At the constant rate each request has its time, even if the one before is unanswered, so
+    a stall counts for all requests that it delays. Both parts are repeated with the address of a Redis that is down.
     """
-    # Garbage collection in this client process would add to the server's measured latency.
+    # Garbage collection in this client would add to the measured latency.
     gc.disable()
     with tempfile.TemporaryDirectory() as folder:
         database = str(Path(folder) / "lookups.db")
@@ -390,7 +392,7 @@ def lookups(seconds: float) -> dict[str, Any]:
 
 
 def lookup_times(database: str, options: Sequence[str], seconds: float) -> dict[str, Any]:
-    """Start a server and measure its maximum rate and its latency at a constant rate."""
+    """Start a server and measure its highest rate of lookups, and their latency at a constant rate."""
     environment = {name: value for name, value in os.environ.items() if name != "SWIFTOPT_REDIS_URL"}
     command = [sys.executable, "-m", "swiftopt", "serve", "--port", "0", "--json", "--db", database, *options]
     with started(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment) as process:
@@ -414,7 +416,7 @@ def lookup_times(database: str, options: Sequence[str], seconds: float) -> dict[
 
 
 class Connection:
-    """A minimal HTTP keep-alive client, so that client overhead hardly affects the timing."""
+    """A minimal HTTP client with one connection, whose own time hardly counts."""
 
     def __init__(self, port: int) -> None:
         self._port = port
@@ -422,7 +424,7 @@ class Connection:
         self._reader_and_writer: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
 
     async def look_up(self, number: int) -> None:
-        """Request a layer set and read the whole answer.
+        """Request a layer set and read the whole response.
 
         Raises: RuntimeError: the status is not 200.
         """
@@ -436,29 +438,29 @@ class Connection:
             length = int(head.split("content-length:")[1].split("\r\n")[0])
             await reader.readexactly(length)
             if " 200 " not in head.split("\r\n")[0]:
-                raise RuntimeError(f"{path} was answered with {head.splitlines()[0]}")
+                raise RuntimeError(f"the response to {path} is {head.splitlines()[0]}")
 
 
 async def flat_out(port: int, seconds: float) -> float:
-    """Return requests per second over `N_CONNECTIONS`, each sending as soon as the last answer has arrived."""
+    """Return requests per second over `N_CONNECTIONS`, each of which sends again as soon as it has its response."""
     started_s = perf_counter()
 
-    async def ask(connection: Connection, first_number: int) -> int:
+    async def look_up_until_end(connection: Connection, first_number: int) -> int:
         number = first_number
         while perf_counter() - started_s < seconds:
             await connection.look_up(number)
             number += 1
         return number - first_number
 
-    n_answers = await asyncio.gather(*(ask(Connection(port), 13 * i) for i in range(N_CONNECTIONS)))
-    return sum(n_answers) / (perf_counter() - started_s)
+    counts = await asyncio.gather(*(look_up_until_end(Connection(port), 13 * i) for i in range(N_CONNECTIONS)))
+    return sum(counts) / (perf_counter() - started_s)
 
 
 async def steady(port: int, seconds: float) -> list[float]:
-    """Return the latencies in ms from scheduled send time to complete answer, ascending."""
+    """Return the latencies in ms, ascending, each from the scheduled time of sending to the complete response."""
     connections = [Connection(port) for _ in range(N_CONNECTIONS)]
 
-    async def ask(number: int, due_s: float) -> float:
+    async def look_up_at(number: int, due_s: float) -> float:
         await connections[number % N_CONNECTIONS].look_up(number)
         return 1e3 * (perf_counter() - due_s)
 
@@ -466,7 +468,7 @@ async def steady(port: int, seconds: float) -> list[float]:
     for number in range(int(seconds * LOOKUP_RATE)):
         due_s = started_s + number / LOOKUP_RATE
         await asyncio.sleep(max(0.0, due_s - perf_counter()))
-        tasks.append(asyncio.create_task(ask(number, due_s)))
+        tasks.append(asyncio.create_task(look_up_at(number, due_s)))
     return sorted(await asyncio.gather(*tasks))
 
 

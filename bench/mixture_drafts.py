@@ -1,11 +1,11 @@
-"""What drafts of a mixture of experts are worth: prices by distinct experts, and drafts that take fewer.
+"""Measures what drafts gain with a mixture of experts: costs by distinct experts, and drafts with fewer experts.
 
 python -m swiftopt.bench.mixture_drafts prices
 python -m swiftopt.bench.mixture_drafts overlap
 python -m swiftopt.bench.mixture_drafts drafts
 
-`prices` needs no model: it computes what rows cost from the share of a pass that experts have. `overlap` and `drafts`
-take the small trained mixture (`bench/small_mixture.py`), or --model. Every command prints one JSON object last.
+`prices` needs no model: it computes the cost of rows from the experts' share of a pass. `overlap` and `drafts` use the
+small trained mixture (`bench/small_mixture.py`), or --model. Every command prints one JSON object as its last line.
 """
 
 from __future__ import annotations
@@ -42,19 +42,19 @@ from .micro import measure_ms
 from .small_mixture import EXAMPLES, texts, trained
 from .turn import measured
 
-# Qwen3-30B-A3B: a token takes 8 of 128 experts, which are this share of the bytes of a 4-bit pass.
+# Qwen3-30B-A3B: a token chooses 8 of 128 experts, which are SHARE of the bytes of a 4-bit pass.
 SHARE, N_EXPERTS, N_CHOSEN = 0.576, 128, 8
 OVERLAPS = (0.0625, 0.2, 0.4, 0.6, 0.8)
 ACCEPTANCES = (0.6, 0.7, 0.8, 0.9)
 MAX_ROWS = 16
 WINDOW = 32
-SHARE_OF_EXPERTS = 0.5  # Experts' share of the price of a one-row pass of `drafts`: no clock is read.
-MODEL = click.option("--model", help="A folder or a name; the small trained mixture where none is given.")
+EXPERT_SHARE = 0.5  # Experts' share of a one-row pass in the unit costs of `drafts`.
+MODEL = click.option("--model", help="A folder or a name.  [default: the small trained mixture]")
 
 
 @click.group()
 def main() -> None:
-    """What drafts of a mixture of experts are worth; every command prints one JSON object last."""
+    """Measure what drafts gain with a mixture of experts; every command prints one JSON object as its last line."""
 
 
 @main.result_callback()
@@ -66,12 +66,15 @@ def _print(report: dict[str, Any]) -> None:
 
 
 def price(n_rows: int, share: float, n_chosen: int, overlap: float) -> float:
-    """Return what a pass over rows of a text costs, in one-row passes, if experts are a `share` of one of these."""
+    """Return the cost of a pass over rows of a text, in one-row passes, of which experts are a `share`."""
     return 1 + share * (distinct_experts(n_rows, n_chosen, overlap) / n_chosen - 1)
 
 
 def best_ratio(acceptance: float, share: float, n_chosen: int, overlap: float) -> tuple[float, int]:
-    """Return the best speed-up of a draft that costs nothing, and its length; each token is accepted alike often."""
+    """Return the highest speedup of free drafts whose tokens are all accepted with the same probability.
+
+    Returns: the speedup, and the draft's length.
+    """
     ratios = [
         (sum(acceptance**i for i in range(n_rows)) / price(n_rows, share, n_chosen, overlap), n_rows - 1)
         for n_rows in range(1, MAX_ROWS + 1)
@@ -80,46 +83,46 @@ def best_ratio(acceptance: float, share: float, n_chosen: int, overlap: float) -
 
 
 @main.command()
-@click.option("--share", default=SHARE, show_default=True, help="Of a one-row pass's time that is for experts.")
+@click.option("--share", default=SHARE, show_default=True, help="Experts' share of a one-row pass.")
 @click.option("--experts", default=N_EXPERTS, show_default=True)
 @click.option("--chosen", default=N_CHOSEN, show_default=True)
 def prices(share: float, experts: int, chosen: int) -> dict[str, Any]:
-    """Rows by the overlap of neighbouring tokens, and the most that a draft that costs nothing can reach."""
+    """Show the cost of rows, and the highest speedup of free drafts, by the overlap of neighbouring tokens' experts."""
     rows = []
     for overlap in dict.fromkeys((chosen / experts, *OVERLAPS)):
         costs = {n: round(price(n, share, chosen, overlap), 2) for n in (2, 3, 4, 8)}
         best = {acceptance: best_ratio(acceptance, share, chosen, overlap) for acceptance in ACCEPTANCES}
         rows.append({"overlap": overlap, "price": costs, "best": best})
         best_words = ", ".join(f"α {a}: {ratio:.2f} with {n}" for a, (ratio, n) in best.items())
-        click.echo(f"overlap {overlap:.2f}: rows {costs}; best of a free draft: {best_words}")
+        click.echo(f"overlap {overlap:.2f}: cost by rows {costs}; best free drafts: {best_words}")
     return {"schema": "swiftopt.bench-mixture-prices/1", "share": share, "experts": experts, "rows": rows}
 
 
-# --- overlap: counted over a text, and timed
+# --- overlap: distinct experts over a text, counted and timed
 
 
 @main.command()
 @MODEL
-@click.option("--tokens", default=1024, show_default=True, help="Of the text.")
+@click.option("--tokens", default=1024, show_default=True, help="Tokens of the text.")
 @torch.inference_mode()
 def overlap(model: str | None, tokens: int) -> dict[str, Any]:
-    """Distinct experts of passes over a text, against those of uniform routing, and what the passes take.
+    """Compare the distinct experts of passes over a text with those of uniform routing, and time the passes.
 
-    The passes over the text are timed by turns with those over tokens that are far apart.
+    Passes over the text alternate with passes over tokens that are far apart.
     """
     runtime = load(model or str(trained()), dtype="auto", device="cpu")
     costs = measure_costs(runtime, 256).experts
     if costs is None or not costs.distinct:
-        raise click.ClickException("experts are counted by our kernels for a CPU alone: take a mixture that these run")
+        raise click.ClickException("only swiftopt's CPU kernels count experts: use a mixture that they run")
     ids = runtime.tokenizer("\n".join(text for text in texts() if len(text) > 4 * tokens))["input_ids"][:tokens]
-    share, rows = neighbours(runtime, ids), []
+    share, rows = overlap_of_neighbours(runtime, ids), []
     for n_rows in (1, 2, 3, 4, 8):
-        at = len(ids) - n_rows
-        far = [int(token_id) for token_id in torch.linspace(7, runtime.vocab_size - 1, n_rows)]
+        context = len(ids) - n_rows
+        distant_ids = [int(token_id) for token_id in torch.linspace(7, runtime.vocab_size - 1, n_rows)]
         buffer = runtime.new_buffer(len(ids))
-        runtime.prefill(ids[:at], buffer)
-        runs = {"text": Rows(ids[at:], at), "apart": Rows(far, at)}
-        ms = measure_ms({name: partial(runtime.forward, some, buffer) for name, some in runs.items()})
+        runtime.prefill(ids[:context], buffer)
+        passes = {"text": Rows(ids[context:], context), "apart": Rows(distant_ids, context)}
+        ms = measure_ms({name: partial(runtime.forward, pass_rows, buffer) for name, pass_rows in passes.items()})
         counted = mean_distinct(runtime, ids, n_rows)
         uniform = distinct_experts(n_rows, costs.n_chosen, costs.n_chosen / costs.n_experts)
         expected = distinct_experts(n_rows, costs.n_chosen, share)
@@ -133,9 +136,9 @@ def overlap(model: str | None, tokens: int) -> dict[str, Any]:
     return {**about, "rows": rows}
 
 
-def neighbours(runtime: Runtime, ids: Sequence[int]) -> float:
-    """Return the share of a token's experts that the token before took, too, over a text."""
-    runtime.taken_experts()
+def overlap_of_neighbours(runtime: Runtime, ids: Sequence[int]) -> float:
+    """Return the share of a token's experts that the token before it chose as well, over a text."""
+    runtime.taken_experts()  # Reset the counts.
     runtime.prefill(ids, runtime.new_buffer(len(ids)))
     counts = runtime.taken_experts()
     assert counts is not None
@@ -143,46 +146,49 @@ def neighbours(runtime: Runtime, ids: Sequence[int]) -> float:
 
 
 def mean_distinct(runtime: Runtime, ids: Sequence[int], n_rows: int) -> float:
-    """Return how many different experts of a layer rows take, the mean over all passes over so many rows of a text."""
-    buffer, counted = runtime.new_buffer(len(ids)), []
-    for at in range(0, len(ids) - n_rows + 1, n_rows):
-        runtime.taken_experts()
-        runtime.forward(Rows(ids[at : at + n_rows], at), buffer, wanted=())
+    """Return the distinct experts per layer of passes over `n_rows` rows of a text, on average."""
+    buffer, distinct = runtime.new_buffer(len(ids)), []
+    for context in range(0, len(ids) - n_rows + 1, n_rows):
+        runtime.taken_experts()  # Reset the counts.
+        runtime.forward(Rows(ids[context : context + n_rows], context), buffer, wanted=())
         counts = runtime.taken_experts()
         assert counts is not None
-        counted.append(counts.distinct)
-    return sum(counted) / len(counted)
+        distinct.append(counts.distinct)
+    return sum(distinct) / len(distinct)
 
 
-# --- drafts: with fewer experts, predicted and seen, in units and not in seconds
+# --- drafts: with fewer experts, their value predicted and observed, in units of cost
 
 
 @dataclass(frozen=True, slots=True)
 class DraftValue:
-    """What windows predicted of a draft and what its rounds were: α, and tokens per unit of cost."""
+    """Acceptance rate of a draft, and its tokens per unit of cost, as windows predict them and as rounds show them."""
 
     acceptance: float | None
     predicted: float
-    seen: float
+    observed: float
 
     @property
     def ratio(self) -> float:
-        return self.seen / self.predicted
+        return self.observed / self.predicted
 
 
 def mixtures_in(runtime: Runtime) -> Mixtures:
-    """Raises: InvalidInput: the model has none."""
+    """Return the model's mixtures.
+
+    Raises: InvalidInput: the model has none.
+    """
     if runtime.mixtures is None:
         raise InvalidInput("the model has no mixture of experts: name one with --model")
     return runtime.mixtures
 
 
 def unit_costs(runtime: Runtime) -> CostProfile:
-    """Return prices in units in which experts are a known share of a pass: no clock is read."""
+    """Return costs in units of a one-row pass, with a fixed share for experts, so that nothing is timed."""
     n_layers, mixtures = runtime.n_layers, mixtures_in(runtime)
-    expert_s = SHARE_OF_EXPERTS / (len(mixtures.layers) * mixtures.n_chosen)
+    expert_s = EXPERT_SHARE / (len(mixtures.layers) * mixtures.n_chosen)
     experts = ExpertCosts(mixtures.n_experts, mixtures.n_chosen, mixtures.layers, expert_s)
-    attn_s, mlp_s = 0.3 / n_layers, SHARE_OF_EXPERTS / n_layers
+    attn_s, mlp_s = 0.3 / n_layers, EXPERT_SHARE / n_layers
     pass_s = {n: 1 + 0.1 * (n - 1) for n in (1, 2, 4, 8, 16, 32)}
     profile = CostProfile("", "", "", 256, n_layers, attn_s, mlp_s, 0.1, 0.1, pass_s)
     return replace(profile, experts=experts)
@@ -191,7 +197,7 @@ def unit_costs(runtime: Runtime) -> CostProfile:
 def value_of(
     session: Session, prompts: Sequence[Prompt], draft: LayerSet, costs: CostProfile, settings: SwiftSettings
 ) -> DraftValue:
-    """Decode prompts with a draft, and predict its value by windows over the same completions."""
+    """Decode prompts with a draft, and predict its value from windows of the same completions."""
     scores: list[WindowScore] = []
     completions = []
     for prompt in prompts:
@@ -224,24 +230,24 @@ def value_of(
 @main.command()
 @MODEL
 @click.option("--stream", default=str(EXAMPLES / "stream.jsonl"), show_default=True)
-@click.option("--limit", default=8, show_default=True, help="Prompts.")
+@click.option("--limit", default=8, show_default=True, help="Number of prompts.")
 @click.option("--max-new-tokens", default=128, show_default=True)
-@click.option("--length", default=3, show_default=True, help="Draft steps of a round.")
+@click.option("--length", default=3, show_default=True, help="Draft steps per round.")
 def drafts(model: str | None, stream: str, limit: int, max_new_tokens: int, length: int) -> dict[str, Any]:
-    """Drafts with fewer experts: acceptance, and their value as predicted by windows and as seen, in units."""
+    """Show the acceptance of drafts with fewer experts, and their predicted and observed value in units of cost."""
     runtime = load(model or str(trained()), dtype="auto", device="cpu")
     session = Session(runtime, Sampling(), max_new_tokens, ignore_eos=True)
     settings = SwiftSettings(early_stop=False, max_draft_length=length, dynamic_verification=False)
     prompts, costs, rows = read_stream(stream, limit=limit), unit_costs(runtime), []
     n_chosen = mixtures_in(runtime).n_chosen
-    for number in (n_chosen >> n for n in range(1, n_chosen.bit_length())):
-        draft = LayerSet(runtime.n_layers, experts=(("mlp", number),))
+    for n_experts in (n_chosen >> n for n in range(1, n_chosen.bit_length())):
+        draft = LayerSet(runtime.n_layers, experts=(("mlp", n_experts),))
         value = value_of(session, prompts, draft, costs, settings)
         cost = costs.draft_cost(draft)
-        rows.append({"experts": number, "cost": cost, "ratio": value.ratio, "α": value.acceptance})
+        rows.append({"experts": n_experts, "cost": cost, "ratio": value.ratio, "α": value.acceptance})
         click.echo(
-            f"{number} of {n_chosen} experts: c {cost:.2f}, α {value.acceptance or 0:.2f};"
-            f" tokens per unit {value.seen:.2f}, predicted {value.predicted:.2f}, quotient {value.ratio:.3f}"
+            f"{n_experts} of {n_chosen} experts: c {cost:.2f}, α {value.acceptance or 0:.2f};"
+            f" tokens per unit {value.observed:.2f}, predicted {value.predicted:.2f}, quotient {value.ratio:.3f}"
         )
     return {"schema": "swiftopt.bench-mixture-drafts/1", "drafts": rows}
 

@@ -1,4 +1,4 @@
-"""Mixtures of experts at the shapes of real models, with random weights: a GGUF file, and what a pass over it reads.
+"""Mixtures of experts with the shapes of real models and random weights: writes a GGUF file, measures bytes per pass.
 
 python -m swiftopt.bench.mixtures file qwen3-30b-a3b qwen3-30b-a3b.gguf
 python -m swiftopt.bench.mixtures rates qwen3-30b-a3b.gguf
@@ -32,17 +32,17 @@ from ..models.runtime import Runtime
 from .turn import measured
 
 SCHEMA = "swiftopt.bench-mixture/1"
-TOKENS = 1024  # Tokens of the vocabulary: a whole one would make the head most of a few layers.
+TOKENS = 1024  # Vocabulary size; with a full vocabulary the head would outweigh a few layers.
 TEXT = Path(__file__).parent.parent / "examples" / "stream.jsonl"
 BLOCKS = {"Q4_K": (256, 144), "Q8_0": (32, 34), "MXFP4": (32, 17)}  # Values and bytes of a block.
-MIDDLE = {"Q4_K": 7.5, "Q8_0": 0.0, "MXFP4": 0.0}
+Q4_K_MIDDLE = 7.5  # Mean of Q4_K's unsigned codes, which its minimum subtracts, so that weights have mean 0.
 REPEATS = 15
-DENSE_EXPERTS = 8  # Experts whose maps make a dense one.
+DENSE_EXPERTS = 8  # Number of experts whose maps are joined to a dense map.
 
 
 @dataclass(frozen=True, slots=True)
 class MixtureShape:
-    """A layer of a real model. `kinds`: types of the experts' tensors and of the other matrices."""
+    """Shape of a real model's layer; `kinds`: tensor types of the experts and of the other matrices."""
 
     architecture: str
     hidden: int
@@ -66,7 +66,7 @@ SHAPES = {
 
 @click.group()
 def main() -> None:
-    """Mixtures of experts at the shapes of real models, with random weights."""
+    """Measure mixtures of experts with the shapes of real models and random weights."""
 
 
 @main.command()
@@ -74,7 +74,7 @@ def main() -> None:
 @click.argument("path", type=click.Path(path_type=Path, dir_okay=False))
 @click.option("--layers", default=8, show_default=True)
 def file(shape: str, path: Path, layers: int) -> None:
-    """Write a GGUF file of some layers with random weights; llama.cpp loads it, too."""
+    """Write a GGUF file of some layers with random weights, which llama.cpp can load too."""
     import gguf
 
     mixture, rng = SHAPES[shape], np.random.default_rng(0)
@@ -91,12 +91,12 @@ def file(shape: str, path: Path, layers: int) -> None:
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
     tensors = list(_tensors(mixture, layers, rng))
-    for name, size, kind, _ in tensors:
-        raw = _raw_shape(size, kind)
-        own_type = gguf.GGMLQuantizationType[kind]
-        kept = np.dtype(np.float32) if kind == "F32" else np.dtype(np.uint8)
-        n_bytes = int(np.prod(raw)) * kept.itemsize
-        writer.add_tensor_info(name, raw if kind != "F32" else size, kept, n_bytes, own_type if kind != "F32" else None)
+    for name, shape_of_tensor, kind, _ in tensors:
+        stored_shape = _stored_shape(shape_of_tensor, kind)
+        dtype = np.dtype(np.float32 if kind == "F32" else np.uint8)
+        n_bytes = int(np.prod(stored_shape)) * dtype.itemsize
+        raw_type = None if kind == "F32" else gguf.GGMLQuantizationType[kind]
+        writer.add_tensor_info(name, stored_shape, dtype, n_bytes, raw_type)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
@@ -130,10 +130,10 @@ Tensor = tuple[str, tuple[int, ...], str, Callable[[], "np.ndarray[Any, Any]"]]
 
 
 def _tensors(mixture: MixtureShape, layers: int, rng: np.random.Generator) -> Iterator[Tensor]:
-    """Yield name, shape, type and maker of each tensor."""
-    of_experts, other = mixture.kinds
+    """Yield each tensor: its name, shape and type, and the function that makes it."""
+    expert_kind, matrix_kind = mixture.kinds
 
-    def matrix(name: str, *shape: int, kind: str = other) -> Tensor:
+    def matrix(name: str, *shape: int, kind: str = matrix_kind) -> Tensor:
         return name, shape, kind, lambda: _random(shape, kind, rng)
 
     def ones(name: str, n: int) -> Tensor:
@@ -165,7 +165,7 @@ def _tensors(mixture: MixtureShape, layers: int, rng: np.random.Generator) -> It
         yield f"{at}.ffn_gate_inp.weight", (mixture.experts, mixture.hidden), "F32", _router(mixture, rng)
         for part in PARTS:
             n_out, n_in = (mixture.hidden, mixture.inner) if part == "down" else (mixture.inner, mixture.hidden)
-            yield matrix(f"{at}.ffn_{part}_exps.weight", mixture.experts, n_out, n_in, kind=of_experts)
+            yield matrix(f"{at}.ffn_{part}_exps.weight", mixture.experts, n_out, n_in, kind=expert_kind)
             if mixture.biases:
                 yield small(f"{at}.ffn_{part}_exps.bias", mixture.experts, n_out)
         if mixture.biases:
@@ -175,11 +175,12 @@ def _tensors(mixture: MixtureShape, layers: int, rng: np.random.Generator) -> It
 
 
 def _router(mixture: MixtureShape, rng: np.random.Generator) -> Callable[[], np.ndarray[Any, Any]]:
-    """Routing is near uniform: the worst case for reading an expert once for several rows."""
+    """Return a function that makes a router with near uniform choices, the worst case for experts shared by rows."""
     return lambda: rng.normal(0, 1 / np.sqrt(mixture.hidden), (mixture.experts, mixture.hidden)).astype(np.float32)
 
 
-def _raw_shape(shape: tuple[int, ...], kind: str) -> tuple[int, ...]:
+def _stored_shape(shape: tuple[int, ...], kind: str) -> tuple[int, ...]:
+    """Return the shape in the file: of values for F32, of bytes for other types."""
     if kind == "F32":
         return shape
     values, n_bytes = BLOCKS[kind]
@@ -187,18 +188,18 @@ def _raw_shape(shape: tuple[int, ...], kind: str) -> tuple[int, ...]:
 
 
 def _random(shape: tuple[int, ...], kind: str, rng: np.random.Generator) -> np.ndarray[Any, Any]:
-    """Return blocks of any codes whose weights have a standard deviation of 0.7 by the root of the inputs."""
+    """Return blocks with random codes and scales by which weights have a standard deviation of 0.7 / √inputs."""
     values, n_bytes = BLOCKS[kind]
     blocks = np.frombuffer(rng.bytes(int(np.prod(shape)) // values * n_bytes), np.uint8).reshape(-1, n_bytes).copy()
     deviation = 0.7 / np.sqrt(shape[-1])
     if kind == "Q4_K":
         scale = np.float16(deviation / (31 * 4.6))
-        blocks[:, :4] = np.array([scale, scale * np.float16(MIDDLE[kind])], np.float16).view(np.uint8)
+        blocks[:, :4] = np.array([scale, scale * np.float16(Q4_K_MIDDLE)], np.float16).view(np.uint8)
     elif kind == "Q8_0":
         blocks[:, :2] = np.array([deviation / 74], np.float16).view(np.uint8)
     else:
         blocks[:, 0] = 127 + round(float(np.log2(deviation / 2.6)))
-    return blocks.reshape(_raw_shape(shape, kind))
+    return blocks.reshape(_stored_shape(shape, kind))
 
 
 @main.command()
@@ -207,98 +208,99 @@ def _random(shape: tuple[int, ...], kind: str, rng: np.random.Generator) -> np.n
 @click.option("--context", default=100, show_default=True)
 @torch.inference_mode()
 def rates(path: Path, rows: str, context: int) -> None:
-    """Bytes that a pass reads (distinct experts) by its time, and the same of dense maps with the same codes.
+    """Measure the bytes per second of passes, with each distinct expert counted once, and of dense maps.
 
-    Rows are recorded tokens, the text of `examples/stream.jsonl` letter by letter, and every pass has others.
+    The dense maps have the same codes. Rows are the letters of `examples/stream.jsonl`, others for each pass.
     """
     runtime = load(str(path), device="cpu", speed="exact")
     token_ids = [ord(letter) - 33 for letter in TEXT.read_text(encoding="utf-8") if 33 <= ord(letter) < 127]
     results = []
     for n_rows in map(int, rows.split(",")):
-        results.append(_rate(runtime, token_ids, context, n_rows))
-        one = results[-1]
+        result = _rate(runtime, token_ids, context, n_rows)
+        results.append(result)
         click.echo(
-            f"{n_rows} rows: {one['ms']:.2f} ms, {one['mb']:.0f} MB, {one['gb_s']:.1f} GB/s; dense maps of the same"
-            f" codes {one['dense_gb_s']:.1f} GB/s: {one['share']:.2f}"
+            f"{n_rows} rows: {result['ms']:.2f} ms, {result['mb']:.0f} MB, {result['gb_s']:.1f} GB/s; dense maps of the"
+            f" same codes {result['dense_gb_s']:.1f} GB/s: {result['share']:.2f}"
         )
     click.echo(json.dumps({"schema": SCHEMA, "file": path.name, "device": machine_name(runtime), "results": results}))
 
 
 def _rate(runtime: Runtime, token_ids: list[int], context: int, n_rows: int) -> dict[str, Any]:
-    """Time passes over rows after a context, in turns with dense maps; the bytes of the chosen experts are counted."""
+    """Time passes over rows after a context, alternately with dense maps, and count the bytes that the passes read."""
     native, buffer = runtime.native, runtime.new_buffer(context + n_rows)
     assert isinstance(native, NativePasses)
     runtime.prefill(token_ids[:context], buffer)
-    maps = [one for block in runtime.blocks for one in _dense_maps(_experts(runtime, block), n_rows)]
-    dense_bytes = sum(_size(one) for one, _ in maps)
-    spent, dense, counts = [], [], []
+    dense_maps = [
+        map_and_rows for block in runtime.blocks for map_and_rows in _dense_maps(_experts(runtime, block), n_rows)
+    ]
+    dense_bytes = sum(_n_bytes(packed) for packed, _ in dense_maps)
+    pass_s, dense_rates, byte_counts = [], [], []
     for repeat in range(REPEATS + 1):
         first = context + repeat * n_rows
         ids = token_ids[first : first + n_rows]
         start = time.perf_counter()
         runtime.forward(Rows(ids, context), buffer)
-        between = time.perf_counter()
-        for packed, x in maps:
+        pass_end = time.perf_counter()
+        for packed, x in dense_maps:
             linear(native.kernels, packed.map(), x)
         end = time.perf_counter()
-        if repeat:  # The first is a warm-up.
-            spent.append(between - start)
-            dense.append(dense_bytes / (end - between))
-            counts.append(_bytes_of(runtime, ids, context, buffer))
-    read = median(count / seconds for count, seconds in zip(counts, spent, strict=True))
+        if repeat:  # Round 0 is a warm-up.
+            pass_s.append(pass_end - start)
+            dense_rates.append(dense_bytes / (end - pass_end))
+            byte_counts.append(_bytes_read(runtime, ids, context, buffer))
+    rate = median(n_bytes / seconds for n_bytes, seconds in zip(byte_counts, pass_s, strict=True))
     return {
         "rows": n_rows,
-        "ms": round(1e3 * median(spent), 3),
-        "mb": round(median(counts) / 1e6, 1),
-        "gb_s": round(read / 1e9, 2),
-        "dense_gb_s": round(median(dense) / 1e9, 2),
-        "share": round(read / median(dense), 3),
+        "ms": round(1e3 * median(pass_s), 3),
+        "mb": round(median(byte_counts) / 1e6, 1),
+        "gb_s": round(rate / 1e9, 2),
+        "dense_gb_s": round(median(dense_rates) / 1e9, 2),
+        "share": round(rate / median(dense_rates), 3),
     }
 
 
 def _experts(runtime: Runtime, block: Block) -> BlockExperts:
-    named = runtime.family.experts
-    assert named is not None
-    experts = block.parts.mlp.get_submodule(named.experts)
+    names = runtime.family.experts
+    assert names is not None
+    experts = block.parts.mlp.get_submodule(names.experts)
     assert isinstance(experts, BlockExperts)
     return experts
 
 
 def _dense_maps(experts: BlockExperts, n_rows: int) -> list[tuple[PackedBlocks, torch.Tensor]]:
-    """Join the maps of some experts, gate and up and those of outputs, to two dense ones; and give rows for each."""
-    made = []
+    """Join the maps of some experts to two dense maps, of gate and up and of the outputs; return each with its rows."""
+    joined_maps = []
     for parts in HALVES.values():
-        every = [one for part in parts for one in experts.maps[part][:DENSE_EXPERTS]]
-        some = [one for one in every if isinstance(one, PackedBlocks)]
-        codes, scales = (torch.cat([getattr(one, name) for one in some]) for name in ("codes", "scales"))
-        first = some[0]
-        joined = replace(first, codes=codes, scales=scales, n_out=sum(one.n_out for one in some))
-        made.append((joined, torch.randn(n_rows, first.n_in).bfloat16()))
-    return made
+        expert_maps = [expert_map for part in parts for expert_map in experts.maps[part][:DENSE_EXPERTS]]
+        blocks = [expert_map for expert_map in expert_maps if isinstance(expert_map, PackedBlocks)]
+        codes, scales = (torch.cat([getattr(packed, name) for packed in blocks]) for name in ("codes", "scales"))
+        joined = replace(blocks[0], codes=codes, scales=scales, n_out=sum(packed.n_out for packed in blocks))
+        joined_maps.append((joined, torch.randn(n_rows, joined.n_in).bfloat16()))
+    return joined_maps
 
 
-def _size(packed: Any) -> int:
+def _n_bytes(packed: Any) -> int:
     return int(packed.codes.nbytes + packed.scales.nbytes)
 
 
-def _bytes_of(runtime: Runtime, ids: list[int], context: int, buffer: KVBuffer) -> int:
-    """Return the bytes of the weights that a pass reads; torch's own routers say which experts rows choose."""
-    named, native, chosen = runtime.family.experts, runtime.native, list[torch.Tensor]()
-    assert named is not None
-    routers = [block.parts.mlp.get_submodule(named.router) for block in runtime.blocks]
-    hooks = [router.register_forward_hook(lambda _, args, out: chosen.append(out[2])) for router in routers]
-    runtime.native = None
+def _bytes_read(runtime: Runtime, ids: list[int], context: int, buffer: KVBuffer) -> int:
+    """Return the bytes of the weights that a pass over rows reads."""
+    names, native, choices = runtime.family.experts, runtime.native, list[torch.Tensor]()
+    assert names is not None
+    routers = [block.parts.mlp.get_submodule(names.router) for block in runtime.blocks]
+    hooks = [router.register_forward_hook(lambda _, args, out: choices.append(out[2])) for router in routers]
+    runtime.native = None  # Only torch's path calls the routers.
     try:
         runtime.forward(Rows(ids, context), buffer)
     finally:
         runtime.native = native
         for hook in hooks:
             hook.remove()
-    total = _size(runtime.head_module(None))
-    for block, router, of_layer in zip(runtime.blocks, routers, chosen, strict=True):
+    total = _n_bytes(runtime.head_module(None))
+    for block, router, layer_choices in zip(runtime.blocks, routers, choices, strict=True):
         experts = _experts(runtime, block)
-        total += sum(_size(one) for one in (*block.parts.qkv, block.parts.out)) + router.weight.nbytes
-        total += sum(_size(experts.maps[part][one]) for one in torch.unique(of_layer).tolist() for part in PARTS)
+        total += sum(_n_bytes(packed) for packed in (*block.parts.qkv, block.parts.out)) + router.weight.nbytes
+        total += sum(_n_bytes(experts.maps[part][i]) for i in torch.unique(layer_choices).tolist() for part in PARTS)
     return total
 
 

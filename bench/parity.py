@@ -1,13 +1,14 @@
-"""Token parity with transformers' greedy `generate`, or with our own plain decoding, on real prompts.
+"""Compares tokens with drafting to those of transformers' greedy `generate` or of plain decoding, on real prompts.
 
-Drafts are several layer sets', and adaptive ones.
+Drafts come from several layer sets and from adaptive drafting.
 
     python -m swiftopt.bench.parity --model smollm2-135m --stream humaneval.jsonl --dtype float32 --random-sets 3
     python -m swiftopt.bench.parity --model smollm2-135m --stream gsm8k.jsonl --random-sets 0 --adaptive int4
     python -m swiftopt.bench.parity --model smollm2-135m --stream gsm8k.jsonl --dtype bfloat16 --against plain
 
-Prints a line per prompt, then one JSON object; in a 16-bit dtype every first divergence is shown with the margin
-between the target's two best logits there, next to what one row and several rows of the same text differ by.
+Prints a line per prompt, then one JSON object. It lists each first divergence with two figures of that position: the
+margin between the target's two highest logits, and their noise, the difference between passes over one row and several.
+In a 16-bit dtype the noise can exceed the margin.
 """
 
 from __future__ import annotations
@@ -38,12 +39,12 @@ from ..models.rows import Rows
 from ..models.runtime import Runtime
 
 SCHEMA = "swiftopt.bench-parity/1"
-SKIP_RATIOS = (0.2, 0.45, 0.7)  # Skip ratios of the random layer sets, assigned in rotation.
-MARGIN_ROWS = 8  # Rows of the multi-row pass whose logits are compared with those of a one-row pass.
+SKIP_RATIOS = (0.2, 0.45, 0.7)  # Skip ratios of the random layer sets, in rotation.
+MARGIN_ROWS = 8  # Rows of the pass that is compared with a one-row pass.
 
 
 def random_sets(n_layers: int, count: int) -> dict[str, LayerSet]:
-    """Return `count` random layer sets with fixed seeds, cycling through `SKIP_RATIOS`."""
+    """Return `count` random layer sets with seeds from 0, by name."""
     sets = {}
     for seed in range(count):
         ratio = SKIP_RATIOS[seed % len(SKIP_RATIOS)]
@@ -54,8 +55,10 @@ def random_sets(n_layers: int, count: int) -> dict[str, LayerSet]:
 
 @torch.inference_mode()
 def margin_and_noise(runtime: Runtime, ids: Sequence[int]) -> tuple[float, float]:
-    """Return the gap between the target's two highest logits at the end of `ids`, and the largest difference of these
-    two logits between a one-row and a multi-row pass."""
+    """Return the margin between the target's two highest logits after `ids`, and the noise of these logits.
+
+    The noise is the largest difference between a pass over one row and a pass over `MARGIN_ROWS` rows.
+    """
     buffer = runtime.new_buffer(len(ids) + MARGIN_ROWS)
     if len(ids) > 1:
         runtime.prefill(ids[:-1], buffer)
@@ -67,7 +70,7 @@ def margin_and_noise(runtime: Runtime, ids: Sequence[int]) -> tuple[float, float
 
 
 def adaptive_drafts(runtime: Runtime, formats: Sequence[str], costs: CostProfile | None = None) -> dict[str, Method]:
-    """Return adaptive drafting in each format; its costs are measured here if none are given."""
+    """Return adaptive drafting in each format; without `costs`, they are measured first."""
     costs = with_formats(runtime, costs or measure_costs(runtime, SMALLEST_BUCKET), formats)
     resources = Resources(runtime, costs=costs)
     return {
@@ -79,9 +82,9 @@ def adaptive_drafts(runtime: Runtime, formats: Sequence[str], costs: CostProfile
 def compare(
     runtime: Runtime, prompts: Sequence[Prompt], methods: dict[str, Method], max_new_tokens: int, against: str
 ) -> dict[str, Any]:
-    """Return per method the number of identical turns, and the first divergence of every other with its margin.
+    """Return the number of identical turns of each method, and the first divergence of each other turn.
 
-    Args: against: "plain", our own plain decoding, or "transformers".
+    Args: against: "plain" (swiftopt's plain decoding) or "transformers".
     """
     session = Session(runtime, Sampling(), max_new_tokens)
     n_equal_by_method = dict.fromkeys(methods, 0)
@@ -95,8 +98,8 @@ def compare(
             if token_ids == reference:
                 n_equal_by_method[name] += 1
                 continue
-            differ = (i for i, (a, b) in enumerate(zip(token_ids, reference, strict=False)) if a != b)
-            position = next(differ, len(reference))
+            differences = (i for i, (a, b) in enumerate(zip(token_ids, reference, strict=False)) if a != b)
+            position = next(differences, len(reference))
             margin, noise = margin_and_noise(runtime, [*ids, *reference[:position]])
             divergences.append({"prompt": prompt.id, "set": name, "token": position, "margin": margin, "noise": noise})
         print(f"{prompt.id}: {json.dumps(n_equal_by_method)}", file=sys.stderr, flush=True)
@@ -115,7 +118,7 @@ def compare(
 def _references(
     session: Session, prompts: Sequence[Prompt], against: str
 ) -> Iterator[tuple[Prompt, list[int], tuple[int, ...]]]:
-    """Yield per turn: a prompt, its token ids and the reference completion, which is in later turns' history."""
+    """Yield for each turn its prompt, token ids and reference completion; later turns have this in their history."""
     for prompt in prompts:
         history = prompt.messages
         for number in range(n_turns(prompt)):
@@ -143,8 +146,10 @@ def main() -> None:
     parser.add_argument("--max-new-tokens", type=int, default=64)
     parser.add_argument("--against", choices=("transformers", "plain"), default="transformers")
     parser.add_argument("--random-sets", type=int, default=3)
-    parser.add_argument("--adaptive", action="append", default=[], metavar="FORMAT", help="adaptive drafts in it, too")
-    parser.add_argument("--layer-set", action="append", default=[], help="an exported file; may be repeated")
+    parser.add_argument(
+        "--adaptive", action="append", default=[], metavar="FORMAT", help="add adaptive drafts in this format"
+    )
+    parser.add_argument("--layer-set", action="append", default=[], help="add an exported layer set; may be repeated")
     args = parser.parse_args()
     runtime = load(args.model, args.dtype, args.device)
     sets = random_sets(runtime.n_layers, args.random_sets)

@@ -1,4 +1,4 @@
-"""Servers that replay conversations: swiftopt's over HTTP, and llama.cpp's in its package, stopped between turns."""
+"""Servers that replay conversations: swiftopt's, and llama.cpp's in its package; they are stopped between turns."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from ..models.cache import cache_root
 from .recorded_answers import TASK
 from .serving import served_process
 
-ANSWER_S = 3600.0  # Most seconds of an answer: a long prompt is read for minutes.
+ANSWER_S = 3600.0  # Longest time of an answer; prefill of a long prompt takes minutes.
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
-    """An answer: seconds to its first token and to its end, tokens of its prompt that were cached, and its text."""
+class PlayerAnswer:
+    """An answer: its text, seconds to the end and to the first token, and the number of cached prompt tokens."""
 
     seconds: float
     first_s: float
@@ -37,13 +37,13 @@ class Written:
 
 
 class Player(ABC):
-    """A way of decoding, whose processes are stopped but for its turns."""
+    """A way of decoding, whose processes run only while they answer."""
 
     @abstractmethod
-    def answer(self, prompt_ids: Sequence[int], n_tokens: int) -> Written:
-        """Write `n_tokens` after a prompt.
+    def answer(self, prompt_ids: Sequence[int], n_tokens: int) -> PlayerAnswer:
+        """Answer a prompt with `n_tokens` tokens.
 
-        Raises: EngineFailed, ServiceUnreachable: it cannot.
+        Raises: EngineFailed, ServiceUnreachable: the server fails.
         """
 
     @property
@@ -55,36 +55,36 @@ class Player(ABC):
 
 
 class ServedPlayer(Player):
-    """`swiftopt serve`, asked over HTTP; its answers are streams."""
+    """`swiftopt serve` over HTTP, with streamed answers; `fields` are added to every request."""
 
     def __init__(
-        self, model: str, options: Sequence[str], asked: Mapping[str, Any], note: Callable[[str], None]
+        self, model: str, options: Sequence[str], fields: Mapping[str, Any], note: Callable[[str], None]
     ) -> None:
-        self._stack, self._asked = ExitStack(), asked
+        self._stack, self._fields = ExitStack(), fields
         self._client, self._process = self._stack.enter_context(served_process(model, options, note, in_group=True))
         (card,) = self._client.get("/v1/models").json()["data"]
         self._model = card["id"]
         self._signal(signal.SIGSTOP)
 
-    def answer(self, prompt_ids: Sequence[int], n_tokens: int) -> Written:
+    def answer(self, prompt_ids: Sequence[int], n_tokens: int) -> PlayerAnswer:
         self._signal(signal.SIGCONT)
         body = {
             **{"model": self._model, "prompt": list(prompt_ids), "max_tokens": n_tokens, "temperature": 0},
-            **{"ignore_eos": True, "stream": True, "stream_options": {"include_usage": True}, **self._asked},
+            **{"ignore_eos": True, "stream": True, "stream_options": {"include_usage": True}, **self._fields},
         }
-        begun, first_s, text, usage = perf_counter(), 0.0, "", dict[str, Any]()
+        start, first_s, text, usage = perf_counter(), 0.0, "", dict[str, Any]()
         try:
             with self._client.stream("POST", "/v1/completions", json=body, timeout=ANSWER_S) as response:
                 for event in _events(response):
                     for choice in event["choices"]:
-                        first_s = first_s or (perf_counter() - begun if choice["text"] else 0.0)
+                        first_s = first_s or (perf_counter() - start if choice["text"] else 0.0)
                         text += choice["text"]
                     usage = event.get("usage") or usage
         except httpx2.HTTPError as error:
-            raise ServiceUnreachable(f"the server went away ({error}): see its error above") from error
-        seconds = perf_counter() - begun
+            raise ServiceUnreachable(f"the server stopped answering ({error}): see its error above") from error
+        seconds = perf_counter() - start
         self._signal(signal.SIGSTOP)
-        return Written(seconds, first_s or seconds, usage["prompt_tokens_details"]["cached_tokens"], text)
+        return PlayerAnswer(seconds, first_s or seconds, usage["prompt_tokens_details"]["cached_tokens"], text)
 
     @property
     def pid(self) -> int:
@@ -100,9 +100,9 @@ class ServedPlayer(Player):
 
 
 def _events(response: httpx2.Response) -> Iterator[dict[str, Any]]:
-    """Yield the events of a stream.
+    """Yield the events of a streamed response.
 
-    Raises: ServiceUnreachable: the server refuses, or ends the stream with an error.
+    Raises: ServiceUnreachable: the server refuses the request, or ends the stream with an error.
     """
     if response.status_code != 200:
         response.read()
@@ -116,7 +116,7 @@ def _events(response: httpx2.Response) -> Iterator[dict[str, Any]]:
 
 
 class LlamaPlayer(Player):
-    """llama.cpp's server within a process of its package, with one slot and its cache of prompts."""
+    """llama.cpp's server in a process of its package, with one slot and its prompt cache."""
 
     def __init__(
         self,
@@ -129,20 +129,20 @@ class LlamaPlayer(Player):
         note: Callable[[str], None],
     ) -> None:
         launch = prepared(replace(PACKAGES["llama-cpp"], file=AT_ONCE), note)
-        given = {
+        child_options = {
             **{"model": gguf, "engine": "llama-cpp", "dtype": "auto", "device": "cpu", "threads": threads},
             **{"n_ctx": -(-n_ctx // PAGE) * PAGE, "at_once": 1, "cache": True, **options},
         }
         log = cache_root() / "peers" / "logs" / f"{name.replace('/', '-')}-agents.log"
-        self._child, self._to_text = Child(launch, given, engine_environ("cpu", threads), log), to_text
+        self._child, self._to_text = Child(launch, child_options, engine_environ("cpu", threads), log), to_text
         self._child.wait_until_ready(ANSWER_S)
 
-    def answer(self, prompt_ids: Sequence[int], n_tokens: int) -> Written:
-        asked = {"prompt_ids": list(prompt_ids), "max_new_tokens": n_tokens, "task": TASK}
-        answer = self._child.ask({"requests": [asked]}, ANSWER_S)
-        [written] = answer["answers"]
-        refuse_other_lengths(answer["answers"], n_tokens)
-        return Written(answer["seconds"], written["first_s"], written["cached"], self._to_text(written["token_ids"]))
+    def answer(self, prompt_ids: Sequence[int], n_tokens: int) -> PlayerAnswer:
+        request = {"prompt_ids": list(prompt_ids), "max_new_tokens": n_tokens, "task": TASK}
+        reply = self._child.ask({"requests": [request]}, ANSWER_S)
+        [answer] = reply["answers"]
+        refuse_other_lengths(reply["answers"], n_tokens)
+        return PlayerAnswer(reply["seconds"], answer["first_s"], answer["cached"], self._to_text(answer["token_ids"]))
 
     @property
     def pid(self) -> int:

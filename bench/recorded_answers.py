@@ -1,7 +1,7 @@
-"""Drafters on recorded answers: how much of what an agent's model once wrote they foresee.
+"""Measures how many tokens of recorded answers of coding agents each drafter predicts.
 
-The target is made to choose the recorded tokens, so that every drafter is measured on the same real text, whatever the
-model on this machine would have written. Its passes run as ever: drafts of the model itself read its keys and values.
+The target is forced to choose the recorded tokens, so every drafter is measured on the same real text. Its passes still
+run, because drafts of the model itself read its keys and values.
 """
 
 from __future__ import annotations
@@ -37,35 +37,35 @@ TASK = "agents"
 
 
 class RecordedText(LogitsProcessor):
-    """Leaves the target one token: the recorded one. Drafts do not see it."""
+    """Allows only the recorded token at each position; it is applied to the target and not to drafts."""
 
     def __init__(self, n_prompt: int, answer_ids: Sequence[int]) -> None:
         self.n_prompt, self.answer_ids = n_prompt, answer_ids
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """Return scores (1, vocab) that are finite at the token after `input_ids` (1, tokens) alone.
+        """Return scores (1, vocab) that are finite only at the recorded token after `input_ids` (1, tokens).
 
-        After the recorded answer, where a draft may reach, the scores stay the model's own.
+        A draft may reach beyond the end of the recorded answer, where scores are returned unchanged.
         """
-        place = input_ids.shape[1] - self.n_prompt
-        if place >= len(self.answer_ids):
+        position = input_ids.shape[1] - self.n_prompt
+        if position >= len(self.answer_ids):
             return scores
-        return torch.full_like(scores, float("-inf")).index_fill_(1, torch.tensor([self.answer_ids[place]]), 0.0)
+        return torch.full_like(scores, float("-inf")).index_fill_(1, torch.tensor([self.answer_ids[position]]), 0.0)
 
 
 def recorded_rule(turn: RecordedTurn) -> TokenRule:
-    """Return the rule by which the target chooses the recorded answer, and drafts what their models say."""
+    """Return a rule by which the target chooses the recorded tokens, and drafts choose freely."""
     processors = LogitsProcessorList([RecordedText(len(turn.prompt_ids), turn.answer_ids)])
     return TokenRule(Sampling(), processors, LogitsProcessorList())
 
 
-MethodOf = Callable[[], Method]  # Builds a method that has learnt nothing yet.
+MethodOf = Callable[[], Method]  # Makes a new method, which has learnt nothing.
 
 
 def drafters(runtime: Runtime, store: Store | None, on_step: Callable[[str], None]) -> Mapping[str, MethodOf]:
-    """Return the drafters by name: prompt lookup, earlier text alone, and text with a copy of the model in 4 bits.
+    """Return the drafters by name: prompt lookup, earlier text alone, and text with a 4-bit copy of the model.
 
-    The latter two decide by the same measured costs, as a task without a stored plan does.
+    The latter two choose drafts by measured costs, as for a task without a stored plan.
     """
     formats = {"text": STORED, "text and model": AdaptiveSettings().draft_format}
     settings = {name: AdaptiveSettings(draft_format=format_name) for name, format_name in formats.items()}
@@ -75,10 +75,10 @@ def drafters(runtime: Runtime, store: Store | None, on_step: Callable[[str], Non
 
 
 @dataclass(frozen=True, slots=True)
-class Foreseen:
-    """What a drafter made of a recorded answer: `tokens` after its first one, in `rounds` of the target.
+class DraftedAnswer:
+    """How a drafter predicted a recorded answer: the `tokens` after the first one took `rounds` of the target.
 
-    `drafted` tokens were proposed, and `accepted` were right. `seconds` are those of the rounds.
+    `drafted` tokens were proposed, of which `accepted` were right. `seconds`: duration of the rounds.
     """
 
     conversation: str
@@ -92,7 +92,7 @@ class Foreseen:
     seconds: float
 
     @classmethod
-    def of(cls, conversation: RecordedConversation, turn: int, completion: Completion) -> Foreseen:
+    def of(cls, conversation: RecordedConversation, turn: int, completion: Completion) -> DraftedAnswer:
         n_tokens, timings = len(completion.token_ids) - 1, completion.timings
         counts = completion.target_passes, completion.drafted, completion.accepted
         seconds = timings.draft_s + timings.verify_s
@@ -105,21 +105,21 @@ class Foreseen:
 
 def measure(
     runtime: Runtime,
-    found: Sequence[RecordedConversation],
+    conversations: Sequence[RecordedConversation],
     methods: Mapping[str, MethodOf],
-    most_tokens: int,
-    results: Mapping[str, list[Foreseen]],
+    max_tokens: int,
+    results: Mapping[str, list[DraftedAnswer]],
     on_run: Callable[[str], None],
 ) -> None:
-    """Add to `results`, by drafter, what it foresaw of each turn, cut at `most_tokens` tokens.
+    """Run each drafter on every turn, cut at `max_tokens` tokens, and append the outcomes to its list in `results`.
 
-    A drafter begins each conversation with nothing learnt, and keeps what it learns from its turns. Its corpus has the
-    finished answers of all conversations so far, as that of a served task.
+    A drafter starts anew with each conversation and learns from its turns. As for a served task, its corpus contains
+    the finished answers of all conversations so far.
     """
     engine = Engine(memory_for_texts(runtime), at_once=1)
     session = Session(runtime, Sampling(), 1, ignore_eos=True)
     corpora = {name: Corpora(CORPUS_BYTES) for name in methods}
-    for conversation in found:
+    for conversation in conversations:
         for name, method_of in methods.items():
             method = method_of()
 
@@ -128,7 +128,7 @@ def measure(
                     event.context.corpus = corpora[name].of("", TASK)
 
             for i, recorded in enumerate(conversation.turns):
-                turn = RecordedTurn(recorded.prompt_ids, recorded.answer_ids[:most_tokens])
+                turn = RecordedTurn(recorded.prompt_ids, recorded.answer_ids[:max_tokens])
                 ending = session.ending(len(turn.answer_ids))
                 work = decoding(runtime, turn.prompt_ids, method, recorded_rule(turn), ending)
                 request = engine.add(subscribed(work, give_corpus))
@@ -137,12 +137,15 @@ def measure(
                 completion = request.result
                 assert completion.token_ids == turn.answer_ids
                 corpora[name].add("", TASK, turn.prompt_ids[-LEAD_TOKENS:], turn.answer_ids)
-                results[name].append(Foreseen.of(conversation, i, completion))
+                results[name].append(DraftedAnswer.of(conversation, i, completion))
                 on_run(f"{conversation.id}, turn {i + 1}, {name}: {rate_words(results[name][-1:])}")
 
 
-def figures(runs: Sequence[Foreseen]) -> dict[str, Any]:
-    """Return the sums of runs: tokens per round, and the share of tokens that were drafted and right."""
+def figures(runs: Sequence[DraftedAnswer]) -> dict[str, Any]:
+    """Return sums over the runs, tokens per round, and the shares of tokens and of drafted tokens that were right.
+
+    "foreseen" is the share of the answers' tokens that were drafted.
+    """
     tokens, rounds = sum(run.tokens for run in runs), sum(run.rounds for run in runs)
     drafted, accepted = sum(run.drafted for run in runs), sum(run.accepted for run in runs)
     return {
@@ -155,15 +158,15 @@ def figures(runs: Sequence[Foreseen]) -> dict[str, Any]:
     }
 
 
-def rate_words(runs: Sequence[Foreseen]) -> str:
+def rate_words(runs: Sequence[DraftedAnswer]) -> str:
     rates = figures(runs)
     if not rates["tokens"]:
         return "one token"
     return f"{rates['tokens_per_round']:.2f} tokens per round, {rates['foreseen']:.0%} foreseen"
 
 
-def latter_half(runs: Sequence[Foreseen]) -> list[Foreseen]:
-    """Return the runs of the second half of each conversation's turns."""
+def latter_half(runs: Sequence[DraftedAnswer]) -> list[DraftedAnswer]:
+    """Return the runs on the second half of each conversation's turns."""
     n_turns: dict[tuple[str, int], int] = {}
     for run in runs:
         key = run.conversation, run.length

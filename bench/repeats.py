@@ -1,4 +1,4 @@
-"""What comes again: answers that a corpus foresees, prefixes in memory and on disk, and drafts in long contexts.
+"""Measures what repeated text saves: drafts from a corpus of answers, and prefixes kept in memory and on disk.
 
 python -m swiftopt.bench.repeats --model qwen2.5-coder-1.5b --length 8000 --length 24000 --max-new-tokens 200
 """
@@ -32,9 +32,9 @@ from ..terminal.value_types import positive
 from .turn import measured
 
 SCHEMA = "swiftopt.bench-repeats/1"
-SOURCES = Path(__file__).parent.parent / "decoding"  # Code that the prompts show.
-N_VERSIONS = 3  # Times that a request comes, each time with another line of its file changed.
-FILE_TOKENS = 1200  # Tokens of a file that a prompt shows.
+SOURCES = Path(__file__).parent.parent / "decoding"  # Code that the prompts contain.
+N_VERSIONS = 3  # Number of times that a request is repeated, each time with another line of its file changed.
+FILE_TOKENS = 1200  # A prompt contains about this many tokens of a file.
 GUIDE = "Write a guide to this module for a new colleague, one paragraph per class, in plain English."
 AGAIN = "Write the last class again, with a comment above each statement."
 DISK_BYTES = 64 << 30
@@ -42,8 +42,8 @@ TASK = "code"
 
 
 @dataclass(slots=True)
-class Asked:
-    """A completion, with the seconds until its first token, stored blocks included."""
+class TimedCompletion:
+    """A completion, and the seconds until its first token, which include loading of stored prefixes."""
 
     completion: Completion
     first_token_s: float
@@ -51,7 +51,7 @@ class Asked:
 
 @dataclass(slots=True)
 class Sums:
-    """Sums over completions, without their first tokens."""
+    """Sums over completions; first tokens do not count."""
 
     tokens: int = 0
     decode_s: float = 0.0
@@ -76,7 +76,7 @@ class Sums:
 
 
 class Repeats:
-    """The measurements on one model; requests run alone, one after the other."""
+    """Runs the measurements on one model; requests run one after the other."""
 
     def __init__(self, runtime: Runtime, max_new_tokens: int) -> None:
         self.runtime = runtime
@@ -90,21 +90,21 @@ class Repeats:
             return self.session.encode_chat([{"role": "user", "content": content}])
         return self.session.encode_text(content)
 
-    def ask(self, engine: Engine, traffic: Traffic, token_ids: Sequence[int]) -> Asked:
-        started, first_token_s = perf_counter(), 0.0
+    def ask(self, engine: Engine, traffic: Traffic, token_ids: Sequence[int]) -> TimedCompletion:
+        started_s, first_token_s = perf_counter(), 0.0
         engine.add(traffic.work(self.session, Prompt("1", TASK, token_ids=tuple(token_ids)), TASK))
         completion: Completion | None = None
         while engine.requests:
             for event in engine.step():
                 if isinstance(event, Prefilled):
-                    first_token_s = perf_counter() - started
+                    first_token_s = perf_counter() - started_s
                 elif isinstance(event, Generated):
                     completion = event.completion
         assert completion is not None
-        return Asked(completion, first_token_s)
+        return TimedCompletion(completion, first_token_s)
 
     def corpus(self, n_files: int) -> dict[str, Any]:
-        """Return what requests take with a corpus and without, by the number of times that they came."""
+        """Return the times of requests with a corpus and without, by repetition."""
         traffics = {
             side: Traffic("bench", self.runtime, None, on_step=StepNotes(), corpora=Corpora(n_bytes))
             for side, n_bytes in (("on", CORPUS_BYTES), ("off", 0))
@@ -113,14 +113,14 @@ class Repeats:
         texts = [text for text in self.files if len(text) > 3 * FILE_TOKENS][:n_files]
         sums = {side: [Sums() for _ in range(N_VERSIONS)] for side in traffics}
         for version in range(N_VERSIONS):
-            for place, text in enumerate(texts):
+            for i, text in enumerate(texts):
                 lines = text[: 4 * FILE_TOKENS].splitlines()
                 lines[(version + 1) * len(lines) // (N_VERSIONS + 1)] = f"# Changed in version {version + 1}."
                 token_ids = self.prompt_ids("\n".join(lines), GUIDE)
-                for side in sorted(traffics, reverse=bool((version + place) % 2)):
+                for side in sorted(traffics, reverse=bool((version + i) % 2)):
                     sums[side][version].add(self.ask(engines[side], traffics[side], token_ids).completion)
             on, off = sums["on"][version], sums["off"][version]
-            note(f"corpus, time {version + 1}: {off.decode_s / on.decode_s:.2f} times as fast as without")
+            note(f"repetition {version + 1}: with the corpus {off.decode_s / on.decode_s:.2f} times as fast as without")
         last_on, last_off = sums["on"][-1], sums["off"][-1]
         return {
             "ratio": round(last_off.decode_s / last_on.decode_s, 3),
@@ -130,7 +130,7 @@ class Repeats:
         }
 
     def length(self, n_tokens: int, n_pairs: int) -> dict[str, Any]:
-        """Return times to the first token of a long prompt, and speeds with drafts and plainly after it."""
+        """Return times to the first token of a long prompt, and the speeds of plain decoding and drafting after it."""
         text = ""
         for source in self.files * (1 + 8 * n_tokens // sum(map(len, self.files))):
             text += source
@@ -143,36 +143,37 @@ class Repeats:
         with tempfile.TemporaryDirectory(prefix="swiftopt-prefixes-") as folder:
             with closing(PrefixFolder(Path(folder), self.runtime, DISK_BYTES)) as prefixes:
                 engine = Engine(self.memory, folder=prefixes)
-                anew = self.ask(engine, traffic, prompt_ids)
-                second_ids = [*prompt_ids, *anew.completion.token_ids, *question_ids]
+                first = self.ask(engine, traffic, prompt_ids)
+                second_ids = [*prompt_ids, *first.completion.token_ids, *question_ids]
                 second = self.ask(engine, traffic, second_ids)
-            note(f"{n_tokens} tokens: read in {anew.first_token_s:.1f} s, second turn in {second.first_token_s:.2f} s")
+            note(f"{n_tokens} tokens: read in {first.first_token_s:.1f} s, second turn in {second.first_token_s:.2f} s")
             with closing(PrefixFolder(Path(folder), self.runtime, DISK_BYTES)) as prefixes:
                 engine = Engine(self.memory, folder=prefixes)
                 restarted = self.ask(engine, traffic, second_ids)
         note(f"{n_tokens} tokens: after a restart in {restarted.first_token_s:.2f} s")
         engine.folder, sums = None, {"plain": Sums(), "drafts": Sums()}
-        for number_of_pair in range(n_pairs):
-            for way in sorted(sums, reverse=number_of_pair % 2 == 0):  # Plain decoding first: it prices the context.
+        for pair in range(n_pairs):
+            # Plain decoding comes first, because it measures the costs of passes in this context.
+            for way in sorted(sums, reverse=pair % 2 == 0):
                 traffic.steer("pin", TASK, "plain" if way == "plain" else "best")
-                # Each pair has another question, so that no answer is known from the corpus.
-                ids = [*second_ids, *self.session.encode_text(f"Question {number_of_pair + 1}:\n\n")]
+                # Each pair has another question, so that the corpus contains no answer to it.
+                ids = [*second_ids, *self.session.encode_text(f"Question {pair + 1}:\n\n")]
                 sums[way].add(self.ask(engine, traffic, ids).completion)
             note(
                 f"{n_tokens} tokens: drafts {sums['plain'].decode_s / sums['drafts'].decode_s:.2f} times plain decoding"
             )
         return {
             "tokens": len(prompt_ids),
-            "anew_s": round(anew.first_token_s, 3),
+            "anew_s": round(first.first_token_s, 3),
             "second_turn_s": round(second.first_token_s, 3),
-            "second_turn_ratio": round(second.first_token_s / anew.first_token_s, 4),
+            "second_turn_ratio": round(second.first_token_s / first.first_token_s, 4),
             "restart_s": round(restarted.first_token_s, 3),
-            "restart_ratio": round(restarted.first_token_s / anew.first_token_s, 4),
+            "restart_ratio": round(restarted.first_token_s / first.first_token_s, 4),
             "restart_cached": restarted.completion.n_cached,
             "drafts_ratio": round(sums["plain"].decode_s / sums["drafts"].decode_s, 3),
             "equal": second.completion.token_ids == restarted.completion.token_ids
             and sums["plain"].answers == sums["drafts"].answers,
-            **{way: of_way.to_json() for way, of_way in sums.items()},
+            **{way: way_sums.to_json() for way, way_sums in sums.items()},
         }
 
 
@@ -182,16 +183,16 @@ class Repeats:
 @commands.command(common="model lengths files pairs max_new_tokens as_json")
 @options.model
 @measurement("--length", "lengths", type=positive, multiple=True, help="Tokens of a long prompt; may be repeated.")
-@measurement("--files", type=positive, default=3, help="Requests of the task that comes again.")
-@measurement("--pairs", type=positive, default=3, help="Pairs of plain and drafted answers of each length.")
+@measurement("--files", type=positive, default=3, help="Number of repeated requests.")
+@measurement("--pairs", type=positive, default=3, help="Pairs of plain and drafted answers for each length.")
 @options.machine(GenerateRequest, "max_new_tokens", "speed")
 @options.json
 def command(lengths: tuple[int, ...], files: int, pairs: int, **values: Any) -> Result:
-    """Measure what answers and prompts that come again save.
+    """Measure what repeated answers and prompts save.
 
-    A task of --files requests comes three times, each time with another line of its files changed, with a corpus of
-    answers and without, by turns. For each --length a prompt is read anew, gone on from in memory, and gone on from
-    after a restart; then answers are decoded plainly and with drafts, by turns.
+    Each of --files requests is repeated three times, with another line of its file changed, alternately with a corpus
+    of answers and without. For each --length a prompt is read once, continued from memory, and continued from disk
+    after a restart; then its answers are decoded alternately with plain decoding and with drafts.
     """
     request = decoding_request(values)
     runtime = load(request)
@@ -216,7 +217,7 @@ def command(lengths: tuple[int, ...], files: int, pairs: int, **values: Any) -> 
         for row in report["lengths"]
     ]
     corpus = report["corpus"]
-    title = f"{request.model}, {runtime.dtype_name}: a task that comes a third time {corpus['ratio']:.2f} times as fast"
+    title = f"{request.model}, {runtime.dtype_name}: a corpus makes third requests {corpus['ratio']:.2f} times as fast"
     return Result(report, [table(columns, rows, lined=True, title=title)])
 
 

@@ -1,4 +1,4 @@
-"""Measurement of a real server over HTTP: blocks of requests, alternately with learned drafts and plainly."""
+"""`bench serve`: sends blocks of requests to a real server over HTTP, alternately with learned drafts and plainly."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def served(model: str, options: Sequence[str], on_step: Callable[[str], None]) -
 def served_process(
     model: str, options: Sequence[str], on_step: Callable[[str], None], in_group: bool = False
 ) -> Iterator[tuple[httpx2.Client, subprocess.Popen[str]]]:
-    """Run a server as `served`; yield its process, too, which leads its own group if `in_group`.
+    """Run a server as `served` does, and yield its process too, which leads its own group if `in_group`.
 
     Raises: ServiceUnreachable: the server does not start.
     """
@@ -68,10 +68,10 @@ def served_process(
 def _wait(client: httpx2.Client, process: subprocess.Popen[str], on_step: Callable[[str], None]) -> None:
     deadline_s, logged = time.monotonic() + LOAD_S, ""
     while (state := _state(client)) != "ok":
-        # A state other than loading is a load error, after which the server would retry forever.
+        # Any other state than loading is an error, after which the server would try again without end.
         has_failed = not state.startswith("it is loading")
         if has_failed or process.poll() is not None or time.monotonic() > deadline_s:
-            raise ServiceUnreachable(f"the engine does not come up ({state}): try `swiftopt doctor`")
+            raise ServiceUnreachable(f"the engine does not start ({state}): try `swiftopt doctor`")
         phase = phase_of(state.partition(": ")[2])
         if phase != logged:
             logged = phase
@@ -96,8 +96,10 @@ def measure(
     """Send every prompt twice, with the best plan and plainly; return seconds, speedup per window, traffic shifts.
 
     A single client alternates per request. Several clients alternate per window and wait for its last request, so
-    short windows lose time at their ends. A new cache salt per request prevents reuse of cached prefixes. On Ctrl-C
-    the report covers the requests that were sent both ways, if any.
+    short windows lose time at their ends. Each request has a new cache salt, so that no prefix is reused. After Ctrl-C
+    the report covers the requests that were sent both ways.
+
+    Raises: KeyboardInterrupt: no request was sent both ways.
     """
     card = model_card(client)
     results: list[dict[str, Any]] = []
@@ -116,14 +118,14 @@ def measure(
                 n_tokens = sum(n for _, n in texts["best"])
                 n_equal = sum(a == b for a, b in zip(texts["best"], texts["plain"], strict=True))
                 results.append({"requests": len(block), **times, "tokens": n_tokens, "equal": n_equal})
-                n_done = sum(per_block["requests"] for per_block in results)
+                n_done = sum(result["requests"] for result in results)
                 served_s, plain_s = walls["best"], walls["plain"]
                 speeds = f"{n_tokens / served_s:.1f} tok/s as served, {n_tokens / plain_s:.1f} plainly"
                 on_run(f"request {n_done} of {len(prompts)}: {speeds}")
                 for shift in new_shifts(tuning, shifts):
                     on_run(shift_line(shift))
                     shifts.append(shift)
-    except KeyboardInterrupt:  # Ctrl-C also stops the server, so keep what was measured.
+    except KeyboardInterrupt:  # Ctrl-C also stops the server, so no further request is possible.
         if not results:
             raise
         interrupted = True
@@ -133,12 +135,12 @@ def measure(
         "device": card["device"],
         "dtype": card["dtype"],
         "concurrency": concurrency,
-        "prompts": sum(per_block["requests"] for per_block in results),
+        "prompts": sum(result["requests"] for result in results),
         "max_new_tokens": max_new_tokens,
         "results": results,
         "window": window,
         "windows": windows(results, window),
-        "equal": sum(per_block["equal"] for per_block in results),
+        "equal": sum(result["equal"] for result in results),
         "shifts": shifts,
         "tuning": tuning,
     }
@@ -155,14 +157,14 @@ def model_tuning(client: httpx2.Client) -> dict[str, Any]:
     return dict(tuning)
 
 
-def new_shifts(tuning: dict[str, Any], previous_tasks: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return each task's latest traffic shift, without those already in `previous_tasks`."""
+def new_shifts(tuning: dict[str, Any], known_shifts: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return each task's latest traffic shift, without those in `known_shifts`."""
     latest = [
         {"task": task["task"], "request": task["shifts"]["at_request"], "reason": task["shifts"]["latest"]}
         for task in tuning["tasks"]
         if task["shifts"]["n"]
     ]
-    return [shift for shift in latest if shift not in previous_tasks]
+    return [shift for shift in latest if shift not in known_shifts]
 
 
 def shift_line(shift: dict[str, Any]) -> str:
@@ -170,7 +172,7 @@ def shift_line(shift: dict[str, Any]) -> str:
 
 
 def windows(results: Sequence[dict[str, Any]], window: int) -> list[float]:
-    """Return plain seconds / served seconds for consecutive blocks of `window` requests."""
+    """Return plain seconds ÷ served seconds of consecutive blocks of `window` requests."""
     size = max(1, window // results[0]["requests"]) if results else 1
     return [
         round(sum(run["plain_s"] for run in block) / sum(run["served_s"] for run in block), 4)
@@ -183,7 +185,10 @@ def _blocks(values: Sequence[T], size: int) -> list[Sequence[T]]:
 
 
 def ask(client: httpx2.Client, model: str, max_new_tokens: int, plan: str, prompt: Prompt) -> tuple[str, int]:
-    """Return text and token count of one completion; of a chat only the first turn is asked."""
+    """Return the text and number of tokens of a completion; only the first turn of a chat is sent.
+
+    Raises: ServiceUnreachable: the server refuses the prompt.
+    """
     common: dict[str, Any] = {
         "model": model,
         "max_tokens": prompt.max_new_tokens or max_new_tokens,

@@ -1,11 +1,11 @@
-"""Trains a small mixture of experts, so that its routing and the acceptance of its drafts are not random.
+"""Trains a small mixture of experts, for tests and measurements of realistic routing and acceptance.
 
 python -m swiftopt.bench.small_mixture
 
-The model is of type qwen3_moe with 20 million parameters: 6 layers of 32 experts, of which a token takes 4. It learns
-the sources of Python's standard library and the prompts of `examples/`, in some minutes on two cores. It is kept in the
-cache and made only once. The last line of output is its folder, which every command takes as a model. `--stream` writes
-prompts from sources that it did not learn: it continues code, and cannot chat.
+The model is of type qwen3_moe with 20 million parameters: 6 layers of 32 experts, of which a token chooses 4. It learns
+sources of Python's standard library and the prompts of `examples/` in some minutes on two cores, once; the cache keeps
+it. It continues code and cannot chat. The last line of output is its folder, which every command accepts as a model.
+`--stream` writes prompts from sources that it has not learnt.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from ..core.streams import stream_lines
 from ..core.types import Prompt
 from ..models.cache import cache_root, made_once
 
-# Typed so because transformers gives these no types.
+# transformers does not type these.
 AUTO_MODEL: Any = AutoModelForCausalLM
 TOKENIZER: Any = PreTrainedTokenizerFast
 END = "<|end|>"
@@ -48,20 +48,20 @@ CHAT_TEMPLATE = (
 )
 EXAMPLES = Path(__file__).parents[1] / "examples"
 PACKAGES = ("json", "email", "http", "logging", "collections", "concurrent", "unittest", "xml", "urllib", "asyncio")
-HELD_OUT = ("ctypes", "dbm", "importlib", "multiprocessing", "tomllib", "wsgiref", "zoneinfo")  # Packages not learnt.
-PROMPTS = 16  # Prompts of each task in the stream.
-LINES_BEFORE = 24  # Lines of a source before the line that a prompt ends with.
-# The last line of a prompt, by task: the head of a function, or the first line of a text in three quotes.
+HELD_OUT = ("ctypes", "dbm", "importlib", "multiprocessing", "tomllib", "wsgiref", "zoneinfo")  # Packages for prompts.
+PROMPTS = 16  # Number of prompts of each task in the stream.
+LINES_BEFORE = 24  # Lines of a prompt before its last one.
+# The last line of a prompt, by task: the head of a function, or the first line of a docstring.
 LAST_LINES = {"functions": re.compile(r"\s*def \w+\(.*\):$"), "docstrings": re.compile(r'\s*"""\w[^"]*$')}
-WARMUP = 0.05  # Share of the steps in which the rate rises to its full value.
+WARMUP = 0.05  # Share of the steps in which the learning rate rises to its full value.
 CLIP = 1.0  # Largest norm of a step's gradient.
 
 
 @dataclass(frozen=True, slots=True)
 class Training:
-    """What the model and its training are made of; the folder's name is a digest of it.
+    """Settings of the model and its training; the folder's name has a digest of them.
 
-    A step learns `batch` windows of `window` tokens. `balance` weighs the loss that spreads tokens over experts.
+    A step learns `batch` windows of `window` tokens. `balance`: weight of the loss that spreads tokens over experts.
     """
 
     vocab_size: int = 2048
@@ -79,25 +79,25 @@ class Training:
 
     @property
     def folder(self) -> Path:
-        """Where the trained model is kept; the text that it learns depends on Python's version."""
+        """The folder of the trained model, by Python's version, because its training text depends on this."""
         values = json.dumps([asdict(self), platform.python_version_tuple()[:2]])
         return cache_root() / "trained" / f"small-mixture-{hashlib.sha256(values.encode()).hexdigest()[:12]}"
 
 
 def trained(training: Training | None = None, on_step: Callable[[int, float], None] = lambda step, loss: None) -> Path:
-    """Return the folder of the trained model, and train it first where it is not in the cache.
+    """Return the folder of the trained model; train it first if it is not in the cache.
 
-    Args:   on_step: gets each step's number and loss.
+    Args:   on_step: called with each step's number and loss.
     Raises: OutputError: the cache cannot be written.
     """
     training = training or Training()
     folder = training.folder
-    is_whole = (folder / "tokenizer.json").exists
-    return made_once(folder, is_whole, partial(_write, training=training, on_step=on_step))
+    is_complete = (folder / "tokenizer.json").exists
+    return made_once(folder, is_complete, partial(_write, training=training, on_step=on_step))
 
 
 def texts() -> list[str]:
-    """Return what the model learns: each source of the standard library, and each prompt of `examples/`."""
+    """Return the texts that the model learns: sources of the standard library, and the prompts of `examples/`."""
     library = Path(sysconfig.get_paths()["stdlib"])
     paths = [*library.glob("*.py"), *(path for name in PACKAGES for path in library.glob(f"{name}/**/*.py"))]
     sources = [path.read_text(encoding="utf-8", errors="replace") for path in sorted(paths)]
@@ -106,14 +106,14 @@ def texts() -> list[str]:
 
 
 def prompts() -> list[Prompt]:
-    """Return prompts from sources that the model did not learn, in two tasks by turns, spread over the sources."""
+    """Return prompts of two alternating tasks, spread over sources that the model has not learnt."""
     library, texts_by_task = Path(sysconfig.get_paths()["stdlib"]), {task: list[str]() for task in LAST_LINES}
     for path in sorted(path for name in HELD_OUT for path in library.glob(f"{name}/**/*.py")):
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
         for i, line in enumerate(lines):
             for task, pattern in LAST_LINES.items():
                 if i >= LINES_BEFORE and pattern.match(line):
-                    # Without the line break, which is one token with the blanks that follow it.
+                    # The prompt ends before the line break, which is one token with the following blanks.
                     texts_by_task[task].append("\n".join(lines[i - LINES_BEFORE : i + 1]))
     spread = {task: texts[:: max(1, len(texts) // PROMPTS)][:PROMPTS] for task, texts in texts_by_task.items()}
     return [
@@ -125,24 +125,24 @@ def prompts() -> list[Prompt]:
 
 def _text_of(prompt: dict[str, Any]) -> str:
     messages = prompt.get("messages", ())
-    return str(prompt.get("prompt", "")) + "".join(f"{one['role']}: {one['content']}\n" for one in messages)
+    return str(prompt.get("prompt", "")) + "".join(f"{m['role']}: {m['content']}\n" for m in messages)
 
 
 def _write(folder: Path, training: Training, on_step: Callable[[int, float], None]) -> None:
-    learnt = texts()
-    tokenizer = _trained_tokenizer(learnt, training.vocab_size)
+    training_texts = texts()
+    tokenizer = _trained_tokenizer(training_texts, training.vocab_size)
     rng = random.Random(training.seed)
-    rng.shuffle(learnt)
-    ids = [token_id for text in learnt for token_id in (*tokenizer.encode(text).ids, 0)]
+    rng.shuffle(training_texts)
+    ids = [token_id for text in training_texts for token_id in (*tokenizer.encode(text).ids, 0)]
     model = _trained_model(torch.tensor(ids), training, on_step)
     model.to(torch.bfloat16).save_pretrained(folder)
-    # Saved last: its file tells that the folder is whole.
+    # The tokenizer is saved last, because its file marks a complete folder.
     wrapped: Any = TOKENIZER(tokenizer_object=tokenizer, eos_token=END, pad_token=END)
     wrapped.chat_template = CHAT_TEMPLATE
     wrapped.save_pretrained(folder)
 
 
-def _trained_tokenizer(learnt: list[str], vocab_size: int) -> Tokenizer:
+def _trained_tokenizer(training_texts: list[str], vocab_size: int) -> Tokenizer:
     tokenizer = Tokenizer(BPE())
     tokenizer.pre_tokenizer, tokenizer.decoder = ByteLevel(add_prefix_space=False), ByteLevelDecoder()
     trainer = BpeTrainer(
@@ -151,7 +151,7 @@ def _trained_tokenizer(learnt: list[str], vocab_size: int) -> Tokenizer:
         initial_alphabet=sorted(ByteLevel.alphabet()),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(learnt, trainer)
+    tokenizer.train_from_iterator(training_texts, trainer)
     return tokenizer
 
 
@@ -196,7 +196,7 @@ def _trained_model(ids: Tensor, training: Training, on_step: Callable[[int, floa
 
 
 def _windows(ids: Tensor, training: Training) -> Iterator[Tensor]:
-    """Yield the windows (batch, window) of each step, at random places of the text."""
+    """Yield the windows (batch, window) of each step, from random positions of the text."""
     generator = torch.Generator().manual_seed(training.seed)
     offsets = torch.arange(training.window)
     for _ in range(training.steps):
@@ -205,7 +205,7 @@ def _windows(ids: Tensor, training: Training) -> Iterator[Tensor]:
 
 
 def _rate_share(progress: float) -> float:
-    """Return the share of the full rate: it rises to 1 and falls by a half cosine to a tenth."""
+    """Return the share of the full learning rate, which rises to 1 and falls along a half cosine to 0.1."""
     if progress < WARMUP:
         return progress / WARMUP
     return 0.1 + 0.45 * (1 + math.cos(math.pi * (progress - WARMUP) / (1 - WARMUP)))
@@ -213,9 +213,11 @@ def _rate_share(progress: float) -> float:
 
 @click.command()
 @click.option("--steps", default=Training().steps, show_default=True, type=click.IntRange(min=1))
-@click.option("--stream", metavar="FILE", type=click.Path(path_type=Path), help="Write a stream of prompts for it.")
+@click.option(
+    "--stream", metavar="FILE", type=click.Path(path_type=Path), help="Write a stream of prompts for the model."
+)
 def main(steps: int, stream: Path | None) -> None:
-    """Train the small mixture where it is not in the cache, and print its folder."""
+    """Train the small mixture if it is not in the cache, and print its folder."""
     started = perf_counter()
     if stream is not None:
         stream.write_text(stream_lines(prompts()), encoding="utf-8")

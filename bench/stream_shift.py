@@ -1,4 +1,4 @@
-"""A stream that changes its task: does acceptance come back to that of each task's own set (SWIFT Figure 7).
+"""Measures whether acceptance recovers after a stream changes its task (SWIFT Figure 7).
 
 python -m swiftopt.bench.stream_shift --model M --stream five-tasks.jsonl --max-new-tokens 64 --png shift.png
 """
@@ -40,24 +40,24 @@ from .charts import draw_stream_shift
 from .turn import measured
 
 SCHEMA = "swiftopt.bench-stream-shift/1"
-SETTLED_AFTER = 10  # Prompts of a new task within which acceptance must recover.
-MAX_GAP = 0.05  # Largest allowed gap to the acceptance rate of the task's own layer set.
-RUNS = ("own", "kept", "adapted")  # Layer set: each task's own, the first task's, one that adapts.
-STREAM = "stream"  # Task name of all prompts in the run that adapts.
+SETTLED_AFTER = 10  # Acceptance must recover within this number of prompts of a new task.
+MAX_GAP = 0.05  # Goal: largest gap to the acceptance rate with the task's own layer set.
+RUNS = ("own", "kept", "adapted")  # Runs with each task's own layer set, the first task's set, and a set that adapts.
+STREAM = "stream"  # Task of all prompts in the run that adapts.
 
 OnStep = Callable[[str], None]
 
 
 def acceptance(runs: Sequence[Completion]) -> float | None:
-    """Return the acceptance rate of all runs together; None if nothing was drafted."""
+    """Return the acceptance rate over all completions; None if nothing was drafted."""
     n_drafted = sum(run.drafted for run in runs)
     return sum(run.accepted for run in runs) / n_drafted if n_drafted else None
 
 
 class StreamShift:
-    """The runs of the benchmark, on a stream whose prompts come task by task.
+    """Runs the benchmark on a stream whose prompts are ordered by task.
 
-    Only the first turn of a chat is used, and at most `n_prompts` prompts of each task.
+    It uses at most `n_prompts` prompts of each task, and only the first turn of a chat.
     """
 
     def __init__(
@@ -84,7 +84,9 @@ class StreamShift:
     def run(self) -> dict[str, Any]:
         """Return the object that `python -m swiftopt.bench.stream_shift --json` prints.
 
-        After all tasks are tuned, Ctrl-C ends the decoding, and the object covers what was decoded.
+        Once all tasks are tuned, Ctrl-C ends the decoding, and the object covers the completions so far.
+
+        Raises: KeyboardInterrupt: Ctrl-C before the first completion.
         """
         tuned_by_task = {name: self._tune_alone(name, prompts) for name, prompts in self.tasks.items()}
         first_task_drafts, interrupted = tuned_by_task[next(iter(tuned_by_task))], False
@@ -120,7 +122,7 @@ class StreamShift:
         }
 
     def _tune_alone(self, name: str, prompts: Sequence[Prompt]) -> tuple[LayerSet, SwiftSettings]:
-        """Return the result of a search on this task alone, over its prompts twice, without saving search time."""
+        """Return the layer set and settings of a search over this task's prompts twice, without a budget."""
         self.on_step(f"{name}: searching on this task alone")
         return exhaust(self._tuner().serve([*prompts, *prompts], is_budgeted=False))[name]
 
@@ -140,7 +142,7 @@ class StreamShift:
             self.on_step(f"{label}: {prompt.id}, α {completion.acceptance_rate or 0:.2f}")
 
     def _adapt(self) -> None:
-        """Decode all tasks as one stream; record the detected shifts and the number of candidates scored."""
+        """Decode all tasks as one stream; record the detected shifts and the number of scored candidates."""
         named_prompts = [(name, prompt) for name, prompts_of_task in self.tasks.items() for prompt in prompts_of_task]
         runs = self.runs["adapted"]
         for event in self._tuner().serve([replace(prompt, task=STREAM) for _, prompt in named_prompts]):
@@ -156,9 +158,9 @@ class StreamShift:
                 self.on_step(f"{name}, adapting: {event.prompt.id}, α {event.completion.acceptance_rate or 0:.2f}")
 
     def _figures(self, runs: Sequence[Completion]) -> dict[str, Any]:
-        """Return acceptance of all prompts, after the first `SETTLED_AFTER` and per prompt, and the expected speedup.
+        """Return the acceptance of all prompts, of those after the first `SETTLED_AFTER`, and of each prompt.
 
-        The speedup is reported because a set chosen by time may trade acceptance for a cheaper draft.
+        The figures include the expected speedup, because a search may trade acceptance for a cheaper draft.
         """
         return {
             "acceptance": acceptance(runs),
@@ -171,9 +173,9 @@ class StreamShift:
         return Tuner(Session(self.runtime, Sampling(), self.max_new_tokens), self.settings, self.costs, "")
 
 
-def _gap(best: float | None, reached: float | None) -> dict[str, float | bool | None]:
-    """Return acceptance with the task's own set minus the acceptance reached, and whether it is within `MAX_GAP`."""
-    gap = None if best is None or reached is None else best - reached
+def _gap(own: float | None, adapted: float | None) -> dict[str, float | bool | None]:
+    """Return the acceptance with the task's own set minus the adapted one, and whether it is at most `MAX_GAP`."""
+    gap = None if own is None or adapted is None else own - adapted
     return {"gap": gap, "within": None if gap is None else gap <= MAX_GAP}
 
 
@@ -182,29 +184,27 @@ def _gap(best: float | None, reached: float | None) -> dict[str, float | bool | 
 
 @commands.command(common="model stream prompts max_new_tokens strategy max_steps png as_json")
 @options.model
-@click.option(
-    "--stream", required=True, type=value_types.FILE, help="Prompts that come task by task; - is standard input."
-)
-@measurement("--prompts", type=positive, default=16, help="Prompts of each task.")
+@click.option("--stream", required=True, type=value_types.FILE, help="Prompts, ordered by task; - is standard input.")
+@measurement("--prompts", type=positive, default=16, help="Largest number of prompts of each task.")
 @options.pictures("Draw acceptance along the stream.")
 @options.machine(GenerateRequest, "max_new_tokens", "speed")
 @tuning_options.settings
 @options.shared(TuningSettings, "seed")
 @options.json
 def command(stream: str, prompts: int, pictures: Pictures, **values: Any) -> Result:
-    """Decode several tasks as one stream that does not name them, and see how soon the layer set follows.
+    """Decode several tasks as one stream that does not name them, and show how soon the layer set adapts.
 
-    Three runs on the same prompts: each task with the set that a search on it alone ends with; all tasks with the
-    first one's set; and all as one stream, where a shift must be noticed from acceptance and hidden states. After ten
-    prompts of a task, acceptance should be within 5 points of that of its set; the speedups are expected ones, by
-    measured costs. Ctrl-C shows what was decoded with the sets, once every task has its own.
+    The same prompts are decoded three times: each task with the set of a search on this task alone, all tasks with the
+    first task's set, and all tasks as one stream, where acceptance and hidden states must reveal each shift. After ten
+    prompts of a task, acceptance should be within 5 points of that with the task's set. Speedups are expected from
+    measured costs. After all tasks are tuned, Ctrl-C shows the results so far.
     """
     lines = read_stream(stream, None, None)
     if len({prompt.task for prompt in lines}) < 2:
-        raise InvalidInput("this stream has one task only: give one whose lines name several, one after the other")
+        raise InvalidInput("this stream has one task only: use one whose lines name several tasks, ordered by task")
     settings: SwiftSettings = pick(TuningSettings, values)
-    strategy_info(settings.strategy)  # Raises if the strategy is unknown.
-    tuning_options.warn_idle(settings, "max_steps")  # --max-steps takes effect here, so it is exempt from the warnings.
+    strategy_info(settings.strategy)  # Refuse an unknown strategy before the model is loaded.
+    tuning_options.warn_idle(settings, "max_steps")  # --max-steps has an effect here.
     request = decoding_request({**values, "settings": settings})
 
     runtime = load(request)

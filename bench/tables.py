@@ -1,15 +1,14 @@
-"""The tables of results in bench/RESULTS.md and README.md, and the manual's charts, made of the files in bench/results.
+"""Makes the tables of bench/RESULTS.md and README.md, and the manual's charts, from the files in bench/results.
 
-    python -m swiftopt.bench.tables            prints the tables of RESULTS.md
-    python -m swiftopt.bench.tables --write    puts the tables between the marks of their pages, and draws the charts
-    python -m swiftopt.bench.tables --check    names the pages and charts that are not those of the files
+    python -m swiftopt.bench.tables            print the tables of RESULTS.md
+    python -m swiftopt.bench.tables --write    write the tables into their pages, and draw the charts
+    python -m swiftopt.bench.tables --check    name the pages and charts that differ from the result files
 
-A file holds one object: {"date", "commit", "command", "note", "report"}, where `report` is what `swiftopt compare
---json`, `swiftopt bench decode|peers|search|stream-shift --json` or a step of `make gpu` printed for `command`. Every
-row of every file is shown, those that lose among them, in one table for methods, one for rivals, one for searches and
-so on. The README has the rows that files of rivals name as their `"headline"`; those of the newest are a chart as well,
-and so is the newest file of `swiftopt bench serve`. The others are a link away. A chart is an SVG file with a digest of
-its data, for another matplotlib may draw the same data as other bytes.
+A result file is an object {"date", "commit", "command", "note", "report"}; `report` is what `command` printed:
+`swiftopt compare --json`, `swiftopt bench … --json`, another benchmark, or a step of `make gpu`. RESULTS.md has every
+row of every file, with a table for each kind of report. README has the rows that a file of `bench peers` names as its
+`"headline"`; the newest of these, and the newest files of `bench serve` and `bench agents`, are charts as well. A chart
+is an SVG file that contains a digest of its data: releases of matplotlib write different files for the same data.
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ NO_RESULTS = "No measurement is published yet."
 def table(folder: Path = RESULTS) -> str:
     """Return all results as markdown tables, each with the commands that reproduce its files.
 
-    Raises: InvalidInput: a file is no result.
+    Raises: InvalidInput: a file is not a result.
     """
     results = _results(folder)
     sections = []
@@ -76,24 +75,22 @@ def table(folder: Path = RESULTS) -> str:
 
 
 def short_table(folder: Path = RESULTS) -> str:
-    """The headline's rows of rivals, and above each table what was run.
+    """Return README's tables: the headline rows of `bench peers`, each table below a line that says what was run.
 
-    Raises: InvalidInput: a file is no result.
+    Raises: InvalidInput: a file is not a result.
     """
     sections = []
     for path, result in _results(folder):
         if headline := result.get("headline"):
-            cells_by_row = {cells[1]: cells for cells in _peer_rows(result["report"]) if cells[1] in headline}
+            rows = (cells[1:] for cells in _peer_rows(result["report"]) if cells[1] in headline)
             sections.append(f"{_text(result['report'])}, {_where(result['report'])} ({_link(path, result, README)}):")
-            sections.append(
-                "\n".join(_markdown(("", *PEERS_TABLE.header[2:]), (cells[1:] for cells in cells_by_row.values())))
-            )
+            sections.append("\n".join(_markdown(("", *PEERS_TABLE.header[2:]), rows)))
     return "\n\n".join(sections) or NO_RESULTS
 
 
 @dataclass(frozen=True)
 class ManualChart:
-    """A chart in README or the manual: its file, drawing function and report."""
+    """A chart in README or the manual: its file, the function that draws it, and the report."""
 
     path: Path
     draw: Callable[[Report, Pictures], None]
@@ -101,18 +98,18 @@ class ManualChart:
 
     @property
     def origin(self) -> str:
-        """Digest of the report, stored in the picture's metadata to detect outdated charts."""
+        """The report's digest, which the file contains."""
         return f"sha256 of the report: {hashlib.sha256(json.dumps(self.report, sort_keys=True).encode()).hexdigest()}"
 
     @property
     def is_current(self) -> bool:
-        """True if the picture file was drawn from this report."""
+        """Whether the file was drawn from this report."""
         return self.path.is_file() and self.origin in self.path.read_text(encoding="utf-8")
 
     def write(self) -> None:
         """Draw the file.
 
-        Raises: OutputError: it cannot be written.
+        Raises: OutputError: the file cannot be written.
         """
         pictures = Pictures(svg=self.path, origin=self.origin)
         self.draw(self.report, pictures)
@@ -120,9 +117,9 @@ class ManualChart:
 
 
 def charts(folder: Path = RESULTS) -> list[ManualChart]:
-    """The charts: the newest results of `bench serve` and `bench agents`, and the rivals of the newest headline.
+    """Return the charts: the newest results of `bench serve` and `bench agents`, and the newest headline.
 
-    Raises: InvalidInput: a file is no result.
+    Raises: InvalidInput: a file is not a result.
     """
     manual_charts = []
     results = sorted(
@@ -144,7 +141,7 @@ def charts(folder: Path = RESULTS) -> list[ManualChart]:
 def out_of_date() -> list[Path]:
     """Return the pages and charts that do not match the result files.
 
-    Raises: InvalidInput: a file is no result, or a page lacks its marks.
+    Raises: InvalidInput: a file is not a result, or a page lacks its markers.
     """
     texts = ((page, page.read_text(encoding="utf-8"), body) for page, body in _pages())
     pages = [page for page, text, body in texts if refresh(text, body) != text]
@@ -182,7 +179,7 @@ def refresh(text: str, body: str) -> str:
     head, begin_mark, after_begin = text.partition(BEGIN)
     _, end_mark, tail = after_begin.partition(END)
     if not begin_mark or not end_mark or BEGIN in after_begin or END in head + tail:
-        raise InvalidInput(f"the page must have {BEGIN} and, after it, {END}, once each: put them where the table goes")
+        raise InvalidInput(f"the page must contain {BEGIN} and, after it, {END}, once each: put them around the tables")
     return f"{head}{BEGIN}\n{body}\n{END}{tail}"
 
 
@@ -193,15 +190,15 @@ def _read(path: Path) -> dict[str, Any]:
         raise InvalidInput(f"{path} is not JSON ({error}): write the bench's object into it again") from error
     missing_keys = [key for key in KEYS if key not in result] if isinstance(result, dict) else list(KEYS)
     if missing_keys:
-        raise InvalidInput(f"{path} is no result: it lacks {missing_keys}")
+        raise InvalidInput(f"{path} is not a result: it lacks {missing_keys}")
     schema = result["report"].get("schema") if isinstance(result["report"], dict) else None
     if schema not in KINDS:
-        raise InvalidInput(f"{path} holds a report of schema {schema!r}: this version reads {', '.join(KINDS)}")
+        raise InvalidInput(f"{path} has a report of schema {schema!r}: this version reads {', '.join(KINDS)}")
     return dict(result)
 
 
 def _method_rows(report: dict[str, Any]) -> Iterator[tuple[str, ...]]:
-    """Yield the rows of `bench decode` and `compare`; the file has the reasons of methods that did not run."""
+    """Yield the rows of `bench decode` and `compare`; of a method that did not run, only the file has the reason."""
     options = _options(report["command"])
     task = _text(report, options.task or Path(options.stream).stem)
     task += ", stop tokens ignored" if report.get("ignore_eos") else ""
@@ -219,11 +216,14 @@ def _method_rows(report: dict[str, Any]) -> Iterator[tuple[str, ...]]:
                 _ratio(row, row["method"] == report["base"]),
                 number(row["acceptance_rate"]),
                 number(row["mean_generated_length"]),
-                "–"
-                if row["identical"] is None
-                else f"{row['identical']}/{row['prompts' if 'prompts' in row else 'of']}",
+                _identical(row),
             )
         yield (report["model"], task, ", ".join((name, *settings)), *figures)
+
+
+def _identical(row: dict[str, Any]) -> str:
+    n_prompts = row["prompts"] if "prompts" in row else row["of"]
+    return "–" if row["identical"] is None else f"{row['identical']}/{n_prompts}"
 
 
 def _peer_rows(report: dict[str, Any]) -> Iterator[tuple[str, ...]]:
@@ -243,11 +243,10 @@ def _peer_rows(report: dict[str, Any]) -> Iterator[tuple[str, ...]]:
 
 
 def _same_file_rows(report: dict[str, Any]) -> Iterator[tuple[str, ...]]:
-    """Yield the rows of `bench peers --gguf FILE`, cell by cell, fastest first."""
+    """Yield the rows of `bench peers --gguf FILE` by depth and requests at once, fastest first."""
     starts = {start["row"]: start["warm_s"] for start in report["starts"]}
     text = f"{Path(report['file']).name}, {report['bytes'] / 1e9:.2f} GB, {report['max_new_tokens']} tokens"
-    cells = sorted(report["results"], key=lambda row: (row["depth"], row["at_once"], -(row["tok_s"] or 0)))
-    for row in cells:
+    for row in sorted(report["results"], key=lambda row: (row["depth"], row["at_once"], -(row["tok_s"] or 0))):
         speeds = (number(row[name], digits) for name, digits in (("tok_s", 1), ("decode_tok_s", 1), ("ratio", 2)))
         times = number(row["first_token_s"], 2), number(starts.get(row["row"]), 1)
         yield (
@@ -279,7 +278,7 @@ def _shift_rows(report: dict[str, Any]) -> Iterator[tuple[str, ...]]:
     for row in report["results"]:
         rates = (number(row[run]["settled"]) for run in ("own", "kept", "adapted"))
         gap_cell = "–" if row["gap"] is None else f"{row['gap']:+.3f}"
-        # Result files written by earlier versions lack this figure.
+        # Files of earlier versions lack this figure.
         speeds = (number(row[run].get("expected")) for run in ("own", "adapted"))
         yield (report["model"], f"{report['method']}, {report['draft_format']}", row["task"], *rates, gap_cell, *speeds)
 
@@ -340,7 +339,7 @@ def _gpu_rows(report: dict[str, Any]) -> Iterator[tuple[str, ...]]:
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of report with its own table: title, columns and rows; device and file are added as last columns."""
+    """A kind of report, which has its own table; the device and the file are added as last columns."""
 
     title: str
     columns: str
@@ -353,7 +352,7 @@ class Kind:
 
 METHODS_TABLE = Kind("", "model | task | method | tok/s | ratio [95 %] | α | M | identical", _method_rows)
 PEERS_TABLE = Kind(
-    "Beside other engines: the same token ids, greedy, by turns",
+    "swiftopt and other engines, alternately: the same token ids, greedy decoding",
     "model, text | row | tok/s | decoding alone | ratio [95 %] | memory | tokens equal to",
     _peer_rows,
 )
@@ -369,35 +368,36 @@ def _parity_rows(report: dict[str, Any]) -> Iterator[tuple[str, ...]]:
 KINDS = {
     PEERS_SCHEMA: PEERS_TABLE,
     SAME_FILE_SCHEMA: Kind(
-        "One GGUF file, as it is, in several engines: by depth of the prompt and requests at once",
+        "One GGUF file in several engines, by depth of the prompt and number of requests at once",
         "file | depth | at once | row | tok/s | decoding alone | ratio | first token, s | start, s | memory, GB",
         _same_file_rows,
     ),
     SCHEMA: METHODS_TABLE,
     COMPARE_SCHEMA: METHODS_TABLE,
     SEARCH_SCHEMA: Kind(
-        "Searches: candidate passes until 95 % of the best objective, and of SWIFT's own",
+        "Searches: passes until 95 % of the best objective, and until 95 % of SWIFT's",
         "model | windows | strategy | objective | of a long search's | left out | passes | to 95 % of the best"
         " | to 95 % of swift's",
         _search_rows,
     ),
     TUNE_SCHEMA: Kind(
-        "Ways of tuning: the plans that they find, timed on prompts that none has seen",
+        "Ways of tuning: the plans that they find, timed on unseen prompts",
         "model, text | way | runs | to plain, mean | lowest | highest | of the best plan, mean | worst | search s",
         _tuning_rows,
     ),
     PARITY_SCHEMA: Kind(
-        "Parity: prompts whose drafted tokens are all equal to those of greedy decoding",
+        "Parity: prompts whose tokens with drafting all equal those of greedy decoding",
         "model, text | drafts | equal to | prompts",
         _parity_rows,
     ),
     SERVE_SCHEMA: Kind(
-        "A server that learns, from an empty database: plain seconds / served seconds of each ten requests, over HTTP",
+        "A server that learns from an empty database, over HTTP: plain seconds ÷ served seconds of each ten requests",
         "model, text | at once | plain tok/s | served | of each ten | search | equal",
         _serving_rows,
     ),
     AGENTS_SCHEMA: Kind(
-        "Recorded conversations of coding agents, each turn answered anew: seconds, and llama.cpp's faster way ÷ own",
+        "Recorded conversations of coding agents, each turn answered again; ratio: seconds of llama.cpp's faster way ÷"
+        " the row's",
         "model | tokens | way | all, s | later turns, s | ratio | later | first token, s | later, s | cached | repeated"
         " | memory, GB",
         _agent_rows,
@@ -409,7 +409,7 @@ KINDS = {
         _throughput_rows,
     ),
     GPU_SCHEMA: Kind(
-        "A random model of a real one's shape on a GPU",
+        "Random models with the shapes of real ones, on a GPU",
         "model | speed | plain tok/s, of what bandwidth allows | pass over 1 / 4 / 16 rows, ms | drafts: pass, ratio"
         " | at once: plain tok/s, ratio",
         _gpu_rows,
@@ -442,7 +442,7 @@ def _origin(path: Path, result: dict[str, Any]) -> str:
 
 
 def _options(command: str) -> argparse.Namespace:
-    """Return the options of a bench command that are shown with its rows."""
+    """Return those options of a command that the tables show."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--task")
     parser.add_argument("--stream", default="")
@@ -452,11 +452,11 @@ def _options(command: str) -> argparse.Namespace:
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    """Print the tables, write or check pages and charts; return the exit code."""
+    """Print the tables, or write or check the pages and charts; return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     action = parser.add_mutually_exclusive_group()
-    action.add_argument("--write", action="store_true", help="write into RESULTS.md and README.md, and draw the charts")
-    action.add_argument("--check", action="store_true", help="exit with 1 where a page or chart is out of date")
+    action.add_argument("--write", action="store_true", help="write RESULTS.md and README.md, and draw the charts")
+    action.add_argument("--check", action="store_true", help="exit with 1 if a page or chart is out of date")
     parsed = parser.parse_args(args)
     try:
         if parsed.check:

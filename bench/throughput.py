@@ -1,4 +1,4 @@
-"""Concurrent requests: tokens per second and latencies of drafting against plain batching."""
+"""`bench throughput`: speed and latencies of concurrent requests, with drafting and with plain batching."""
 
 from __future__ import annotations
 
@@ -26,46 +26,46 @@ MethodOf = Callable[[Prompt], Method]
 
 
 @dataclass(slots=True)
-class Served:
-    """One request: its tokens, and the times in seconds at which the request and each token arrived."""
+class TimedRequest:
+    """A request: its tokens, and the seconds from the start at which the request and each token arrived."""
 
-    arrived: float
-    times: list[float] = field(default_factory=list)
+    arrival_s: float
+    token_s: list[float] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
 
-    def note(self, started: float, event: WorkEvent) -> None:
+    def note(self, started_s: float, event: WorkEvent) -> None:
         if isinstance(event, Prefilled | Round):
-            self.times += [perf_counter() - started] * len(event.token_ids)
+            self.token_s += [perf_counter() - started_s] * len(event.token_ids)
             self.token_ids += event.token_ids
 
 
 def serve(
     session: Session, prompts: Sequence[Prompt], method_of: MethodOf, concurrency: int, rate: float | None, seed: int
-) -> list[Served]:
+) -> list[TimedRequest]:
     """Decode the prompts, up to `concurrency` at a time.
 
     Args: rate: requests that arrive per second, at exponentially distributed intervals; None: all at once.
     """
     rng, arrival_s = random.Random(seed), 0.0
-    waiting: list[tuple[Prompt, Served]] = []
+    waiting: list[tuple[Prompt, TimedRequest]] = []
     for prompt in prompts:
         arrival_s += rng.expovariate(rate) if rate else 0.0
-        waiting.append((prompt, Served(arrival_s)))
-    clients = [client for _, client in waiting]
+        waiting.append((prompt, TimedRequest(arrival_s)))
+    timed_requests = [timed for _, timed in waiting]
     engine, requests, started_s = Engine(at_once=concurrency), list[Request[object]](), perf_counter()
     while waiting or engine.requests:
         now_s = perf_counter() - started_s
-        while waiting and waiting[0][1].arrived <= now_s:
-            prompt, client = waiting.pop(0)
+        while waiting and waiting[0][1].arrival_s <= now_s:
+            prompt, timed = waiting.pop(0)
             request_work = session.request(prompt, method_of(prompt))
-            requests.append(engine.add(subscribed(request_work, partial(client.note, started_s))))
+            requests.append(engine.add(subscribed(request_work, partial(timed.note, started_s))))
         if engine.requests:
             list(engine.step())
         else:
-            sleep(waiting[0][1].arrived - now_s)
+            sleep(waiting[0][1].arrival_s - now_s)
     for request in requests:
-        _ = request.result  # Reading the result raises the request's error, if any.
-    return clients
+        _ = request.result  # Raises the request's error, if it failed.
+    return timed_requests
 
 
 def measure(
@@ -79,8 +79,10 @@ def measure(
 ) -> dict[str, Any]:
     """Return the object that `swiftopt bench throughput --json` prints.
 
-    Plain and drafting take turns on the same prompts, `n_rounds` times, their order changing. Ctrl-C ends it with the
-    numbers of requests that are measured, if any.
+    Plain batching and drafting alternate on the same prompts `n_rounds` times, and their order changes. After Ctrl-C
+    the object covers the finished concurrencies.
+
+    Raises: KeyboardInterrupt: no concurrency is finished.
     """
     methods_by_mode: dict[str, MethodOf] = {"plain": lambda prompt: PLAIN, "drafting": method_of}
     for method_of_mode in methods_by_mode.values():  # Warm-up run of each method.
@@ -88,7 +90,7 @@ def measure(
     results, interrupted = list[dict[str, Any]](), False
     try:
         for concurrency in concurrencies:
-            runs: dict[str, list[list[Served]]] = {name: [] for name in methods_by_mode}
+            runs: dict[str, list[list[TimedRequest]]] = {name: [] for name in methods_by_mode}
             for number in range(n_rounds):
                 for name in list(methods_by_mode)[:: 1 if number % 2 == 0 else -1]:
                     runs[name].append(serve(session, prompts, methods_by_mode[name], concurrency, rate, number))
@@ -113,14 +115,16 @@ def measure(
     }
 
 
-def _compare(plain_runs: Sequence[Sequence[Served]], drafting_runs: Sequence[Sequence[Served]]) -> dict[str, Any]:
-    """Return the figures of plain decoding and drafting, and their speed ratio per round."""
+def _compare(
+    plain_runs: Sequence[Sequence[TimedRequest]], drafting_runs: Sequence[Sequence[TimedRequest]]
+) -> dict[str, Any]:
+    """Return the figures of plain batching and drafting, and the ratio of their speeds."""
     plain_tok_s, drafting_tok_s = round(_tok_s(plain_runs), 2), round(_tok_s(drafting_runs), 2)
     pairs = list(zip(plain_runs, drafting_runs, strict=True))
     equal = [
-        plain_client.token_ids == drafting_client.token_ids
+        plain.token_ids == drafting.token_ids
         for plain_run, drafting_run in pairs
-        for plain_client, drafting_client in zip(plain_run, drafting_run, strict=True)
+        for plain, drafting in zip(plain_run, drafting_run, strict=True)
     ]
     return {
         "plain": {"tok_s": plain_tok_s, **_waits(plain_runs)},
@@ -132,21 +136,19 @@ def _compare(plain_runs: Sequence[Sequence[Served]], drafting_runs: Sequence[Seq
     }
 
 
-def _tok_s(runs: Sequence[Sequence[Served]]) -> float:
+def _tok_s(runs: Sequence[Sequence[TimedRequest]]) -> float:
     """Return all tokens divided by the seconds from each run's first arrival to its last token."""
-    seconds = sum(max(client.times[-1] for client in run) - min(client.arrived for client in run) for run in runs)
-    return sum(len(client.token_ids) for run in runs for client in run) / seconds
+    seconds = sum(max(timed.token_s[-1] for timed in run) - min(timed.arrival_s for timed in run) for run in runs)
+    return sum(len(timed.token_ids) for run in runs for timed in run) / seconds
 
 
-def _waits(runs: Sequence[Sequence[Served]]) -> dict[str, dict[str, float | None]]:
-    """Return percentiles in seconds of the time to first token (queueing included) and per later token."""
-    all_clients = [client for run in runs for client in run]
-    long_clients = [client for client in all_clients if len(client.times) > 1]
+def _waits(runs: Sequence[Sequence[TimedRequest]]) -> dict[str, dict[str, float | None]]:
+    """Return percentiles in seconds of the time to the first token, with queueing, and of the time per later token."""
+    requests = [timed for run in runs for timed in run]
+    longer = [timed.token_s for timed in requests if len(timed.token_s) > 1]
     return {
-        "first_token_s": _percentiles([client.times[0] - client.arrived for client in all_clients]),
-        "per_token_s": _percentiles(
-            [(client.times[-1] - client.times[0]) / (len(client.times) - 1) for client in long_clients]
-        ),
+        "first_token_s": _percentiles([timed.token_s[0] - timed.arrival_s for timed in requests]),
+        "per_token_s": _percentiles([(token_s[-1] - token_s[0]) / (len(token_s) - 1) for token_s in longer]),
     }
 
 

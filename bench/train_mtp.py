@@ -1,14 +1,14 @@
-"""Trains a small model with a multi-token-prediction layer for some minutes, so that drafts by it have real acceptance.
+"""Trains a small model with a multi-token-prediction layer, on whose drafts acceptance can be measured.
 
 python -m swiftopt.bench.train_mtp --out small-mtp --minutes 6
 swiftopt compare --model small-mtp --stream small-mtp/held-out.jsonl --methods plain,mtp,adaptive \
     --set mtp.stop_threshold=0.1 --set adaptive.lookup=false --max-new-tokens 128
 
-A model of some minutes is rarely sure of a token: at the usual threshold its drafts would end after one.
+The low threshold is needed because a briefly trained model has little confidence: drafts would end after one token.
 
-It reads the examples' prompts and the standard library's sources, and holds some files out as prompts. The folder is a
-checkpoint of the type exaone_moe with dense layers alone. Layers that add nothing may stand after the trained ones:
-they change no token, and give a pass the cost of a deeper model.
+The model learns the prompts of `examples/` and sources of the standard library; other sources are held out as prompts.
+The folder is a checkpoint of the type exaone_moe with dense layers. Layers with zero output may follow the trained
+ones: they change no token, and a pass costs as much as that of a deeper model.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ from ..models.saved import quiet
 EXAMPLES = Path(__file__).parent.parent / "examples"
 MODEL_TYPE = "exaone_moe"
 END = "<end>"
-MOST_BYTES = 60_000  # Longer source files are left out: they are tables.
-HELD_OUT_EVERY = 25  # One source file in so many is held out.
+MAX_BYTES = 60_000  # Longer source files are left out, because they are tables.
+HELD_OUT_EVERY = 25  # One source file of this many is held out.
 N_PROMPTS, PROMPT_LINES = 16, 24
-BATCH, LENGTH, LONGEST = 8, 160, 4096
+BATCH, LENGTH, CONTEXT = 8, 160, 4096
 RATE, WARM_UP_STEPS, CLIP = 1.5e-3, 40, 1.0
-MTP_WEIGHTS = (0.5, 0.3)  # Weights of the losses of the layer's first and second token; the model's own has 1.
+MTP_WEIGHTS = (0.5, 0.3)  # Weights of the losses of the layer's first and second token; the model's loss has 1.
 
 
 def read_texts() -> tuple[list[str], list[str]]:
-    """Return the texts to train on, and those held out."""
+    """Return the texts for training, and the held-out ones."""
     lines = [json.loads(line) for path in EXAMPLES.glob("*.jsonl") for line in path.read_text("utf-8").splitlines()]
     texts = [str(line["prompt"]) for line in lines if "prompt" in line]
     paths = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")) + sorted(
@@ -58,7 +58,7 @@ def read_texts() -> tuple[list[str], list[str]]:
         for folder in ("asyncio", "email", "http", "json", "logging", "unittest", "xml", "importlib", "concurrent")
         for path in Path(sysconfig.get_path("stdlib"), folder).rglob("*.py")
     )
-    sources = [path.read_text("utf-8", errors="replace") for path in paths if path.stat().st_size < MOST_BYTES]
+    sources = [path.read_text("utf-8", errors="replace") for path in paths if path.stat().st_size < MAX_BYTES]
     sources = [source for source in sources if len(source) > 1000]
     held_out = sources[::HELD_OUT_EVERY]
     return texts + [source for i, source in enumerate(sources) if i % HELD_OUT_EVERY], held_out
@@ -87,9 +87,9 @@ def make_model(vocab_size: int, hidden_size: int, n_layers: int) -> Any:
         num_attention_heads=hidden_size // 64,
         num_key_value_heads=max(1, hidden_size // 128),
         head_dim=64,
-        max_position_embeddings=LONGEST,
-        # The family rotates where a layer has a window only: these reach over the whole context.
-        sliding_window=LONGEST,
+        max_position_embeddings=CONTEXT,
+        # The family rotates queries and keys only in layers with a window, so all layers have one of the whole context.
+        sliding_window=CONTEXT,
         layer_types=["sliding_attention"] * n_layers,
         mlp_layer_types=["dense"] * n_layers,
         tie_word_embeddings=False,
@@ -102,12 +102,12 @@ def make_model(vocab_size: int, hidden_size: int, n_layers: int) -> Any:
 
 
 def losses(model: Any, mtp: Any, ids: Tensor) -> list[Tensor]:
-    """Return the loss of the model's next token, and of the layer's first and second one."""
+    """Return the losses of the model's next token, and of the layer's first and second token."""
     out = model(ids, output_hidden_states=True)
     parts = [F.cross_entropy(out.logits[:, :-1].flatten(0, 1).float(), ids[:, 1:].flatten())]
     states, positions = out.hidden_states[-1], torch.arange(ids.shape[1])[None]
     for step in range(1, 1 + len(MTP_WEIGHTS)):
-        # Row i reads the state of position i, and the token `step` after it; it predicts the one after that.
+        # Row i reads the state of position i and the token at i + step, and predicts the token at i + step + 1.
         states = mtp.forward_layer(0, states[:, :-1], positions[:, : -step or None], None, input_ids=ids[:, step:])
         logits = mtp._project_to_logits(states[:, :-1])
         parts.append(F.cross_entropy(logits.flatten(0, 1).float(), ids[:, step + 1 :].flatten()))
@@ -115,13 +115,13 @@ def losses(model: Any, mtp: Any, ids: Tensor) -> list[Tensor]:
 
 
 def train(model: Any, mtp: Any, tokens: Tensor, minutes: float, seed: int) -> tuple[int, list[float]]:
-    """Train both for some minutes; return the steps, and their latest losses."""
-    generator, started = torch.Generator().manual_seed(seed), perf_counter()
+    """Train the model and the layer for some minutes; return the number of steps and the last losses."""
+    generator, started_s = torch.Generator().manual_seed(seed), perf_counter()
     parameters = [*model.parameters(), *mtp.layers.parameters()]
     adam = torch.optim.AdamW(parameters, lr=RATE, betas=(0.9, 0.95), weight_decay=0.05)
     latest: list[float] = []
     step = 0
-    while (progress := (perf_counter() - started) / (60 * minutes)) < 1.0:
+    while (progress := (perf_counter() - started_s) / (60 * minutes)) < 1.0:
         for group in adam.param_groups:
             group["lr"] = RATE * min((step + 1) / WARM_UP_STEPS, 1.0 - 0.95 * progress)
         starts = torch.randint(len(tokens) - LENGTH, (BATCH,), generator=generator)
@@ -140,7 +140,7 @@ def train(model: Any, mtp: Any, tokens: Tensor, minutes: float, seed: int) -> tu
 
 
 def deepened(model: Any, n_more: int) -> Any:
-    """Return the model with layers after the trained ones whose sub-layers add nothing."""
+    """Return the model with `n_more` layers after the trained ones, whose sub-layers have zero output."""
     if n_more == 0:
         return model
     n_layers = model.config.num_hidden_layers
@@ -154,7 +154,7 @@ def deepened(model: Any, n_more: int) -> Any:
 
 
 def save(model: Any, mtp: Any, tokenizer: Any, folder: Path) -> None:
-    """Write a checkpoint, with the layer under the names of K-EXAONE."""
+    """Write a checkpoint in which the layer's tensors are named as in K-EXAONE's."""
     with quiet():
         model.to(torch.bfloat16).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
@@ -166,25 +166,27 @@ def save(model: Any, mtp: Any, tokenizer: Any, folder: Path) -> None:
         "norm": layer.post_norm,
         "layers.0": layer.mtp_block,
     }
-    stored = {
-        f"mtp.{begin}.{name}": tensor.to(torch.bfloat16).contiguous()
-        for begin, part in parts.items()
+    mtp_tensors = {
+        f"mtp.{prefix}.{name}": tensor.to(torch.bfloat16).contiguous()
+        for prefix, part in parts.items()
         for name, tensor in part.state_dict().items()
     }
     path = folder / "model.safetensors"
-    save_file(load_file(path) | stored, path, {"format": "pt"})
+    save_file(load_file(path) | mtp_tensors, path, {"format": "pt"})
 
 
 @click.command()
-@click.option("--out", type=click.Path(path_type=Path), required=True, help="Folder to write; must not exist.")
+@click.option("--out", type=click.Path(path_type=Path), required=True, help="Folder to write, which must not exist.")
 @click.option("--minutes", type=float, default=6.0, show_default=True, help="Minutes of training.")
 @click.option("--hidden-size", type=int, default=512, show_default=True)
-@click.option("--layers", "n_layers", type=int, default=8, show_default=True, help="Trained layers.")
-@click.option("--more-layers", "n_more", type=int, default=0, show_default=True, help="Layers that add nothing.")
+@click.option("--layers", "n_layers", type=int, default=8, show_default=True, help="Number of trained layers.")
+@click.option(
+    "--more-layers", "n_more", type=int, default=0, show_default=True, help="Number of layers with zero output."
+)
 @click.option("--vocab-size", type=int, default=4096, show_default=True)
 @click.option("--seed", type=int, default=0, show_default=True)
 def main(out: Path, minutes: float, hidden_size: int, n_layers: int, n_more: int, vocab_size: int, seed: int) -> None:
-    """Train a small model with a multi-token-prediction layer; write its folder and prompts for it."""
+    """Train a small model with a multi-token-prediction layer; write its folder, with prompts."""
     torch.set_num_threads(n_threads())
     torch.manual_seed(seed)
     texts, held_out = read_texts()

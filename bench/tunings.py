@@ -1,6 +1,6 @@
-"""What several ways of tuning find on one stream, timed by turns on prompts that none of them has seen.
+"""Compares ways of tuning one stream: their plans are timed alternately on prompts that none of them has seen.
 
-Every way is run anew for each seed: costs are measured, and the drafts' format is chosen, as a new process would do.
+Every run of a way measures costs and chooses the drafts' format again, as a new process would.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from ..optimizer.verdict import Timed, faster, speed, speed_interval, speed_rati
 from ..tasks.recipes import stored_costs
 
 SCHEMA = "swiftopt.bench-tune/1"
-# Names of tuning variants (the second a prefix); any other name is a search strategy.
+# Names of tuning variants, the second with a preset's name after it; any other name is a search strategy.
 DEFAULT, PRESET = "default", "preset "
-MOST_POINTS = 4  # Maximum number of a run's plans that are timed, evenly spaced from the first to the last.
-N_LAPS = 2  # Timed runs of each prompt with each plan; only the fastest counts.
-STREAM = "stream"  # Task name given to all prompts, so that they are tuned as one task.
+MAX_POINTS = 4  # Largest number of a run's plans that are timed, evenly spaced from the first to the last.
+N_LAPS = 2  # Timed runs of each prompt with each plan; the fastest counts.
+STREAM = "stream"  # Task of all prompts, so that they are tuned as one task.
 
 OnStep = Callable[[str], None]
 
@@ -47,14 +47,14 @@ def settings_of(variant: str, seed: int) -> TuningSettings:
 
 @dataclass(frozen=True)
 class DraftPlan:
-    """The layer set and settings with which a run drafts from a certain time on."""
+    """A layer set and the settings with which a run drafts."""
 
     layer_set: LayerSet
     settings: SwiftSettings
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """Key that is equal for plans that draft identically, whichever run found them."""
+        """A key that is equal for plans that draft identically, whichever run found them."""
         settings = self.settings
         drafting = (
             settings.method,
@@ -68,10 +68,10 @@ class DraftPlan:
 
 @dataclass
 class WayRun:
-    """One run of a tuning variant: the plans that it used, each with the seconds of searching before its first use.
+    """A run of a tuning variant: the plans that it used, each with the seconds of searching before its first use.
 
-    `setup_s` is the time for measuring costs and choosing formats. `seconds` is all searching time, including
-    `setup_s`; `decode_s` is not part of it.
+    `setup_s`: time of measuring costs and choosing formats. `seconds`: all time of searching, with `setup_s` and
+    without `decode_s`.
     """
 
     way: str
@@ -84,7 +84,7 @@ class WayRun:
     plans: list[tuple[float, DraftPlan]] = field(default_factory=list)
 
     def use(self, seconds: float, plan: DraftPlan) -> None:
-        """Record that `plan` is in use after `seconds` of searching, unless it equals the previous plan."""
+        """Record that `plan` is in use after `seconds` of searching, unless it drafts as the previous plan does."""
         if not self.plans or plan.key != self.plans[-1][1].key:
             self.plans.append((seconds, plan))
 
@@ -111,15 +111,15 @@ class WayRun:
 
 
 def thin_out(plans: Sequence[tuple[float, DraftPlan]]) -> list[tuple[float, DraftPlan]]:
-    """Return at most `MOST_POINTS` plans, evenly spaced, including the first and the last."""
-    n = min(len(plans), MOST_POINTS)
+    """Return at most `MAX_POINTS` plans, evenly spaced, with the first and the last."""
+    n = min(len(plans), MAX_POINTS)
     return [plans[round(i * (len(plans) - 1) / max(1, n - 1))] for i in range(n)]
 
 
 class TuningBench:
-    """Tunes on the first prompts of a stream with every variant and seed, and times the plans on other prompts.
+    """Tunes with every variant and seed on the first prompts of a stream, and times the plans on other prompts.
 
-    Args: session: how prompts are decoded, greedily. unseen_prompts: the prompts that plans are timed on.
+    Args: session: greedy decoding. unseen_prompts: the prompts on which plans are timed.
     """
 
     def __init__(
@@ -133,9 +133,10 @@ class TuningBench:
     def run(self, seeds: Mapping[str, int]) -> dict[str, Any]:
         """Return the object that `swiftopt bench tune --json` prints.
 
-        Ctrl-C ends the tuning runs; the plans of finished runs are then timed.
+        Ctrl-C ends the tuning; the plans of finished runs are then timed.
 
-        Args: seeds: number of runs of each tuning variant.
+        Args:   seeds: number of runs of each tuning variant.
+        Raises: KeyboardInterrupt: no run has finished.
         """
         runs, interrupted = list[WayRun](), False
         try:
@@ -160,7 +161,7 @@ class TuningBench:
         }
 
     def tune_once(self, variant: str, seed: int) -> WayRun:
-        """Tune the stream once with a variant and a seed, and return the run."""
+        """Tune the stream once with a variant and a seed."""
         for name in FORMATS:
             self.runtime.drop_copies(name)
         started_s = perf_counter()
@@ -180,24 +181,24 @@ class TuningBench:
             prepare_draft_format(self.session, self.prompts, settings_of(variant, seed), costs_with_formats), show
         )
         run = WayRun(variant, seed, costs, setup_s=perf_counter() - started_s)
-        decoding = prefill = scoring = 0.0  # Seconds spent so far in each phase.
+        decoding_s = prefill_s = scoring_s = 0.0
 
         def follow(event: Event) -> None:
-            nonlocal decoding, prefill, scoring
-            if isinstance(event, Progress):  # `tok_s` includes the scoring time, which is subtracted here.
-                decoding = event.tokens / event.tok_s - scoring if event.tok_s else 0.0
+            nonlocal decoding_s, prefill_s, scoring_s
+            if isinstance(event, Progress):  # The time of `tok_s` includes the scoring.
+                decoding_s = event.tokens / event.tok_s - scoring_s if event.tok_s else 0.0
             elif isinstance(event, PromptFinished):
-                prefill += event.completion.prefill_s or 0.0
+                prefill_s += event.completion.prefill_s or 0.0
             elif isinstance(event, TrialsDone):
                 run.n_candidates += len(event.trials)
-                scoring += sum(trial.seconds for trial in event.trials)
+                scoring_s += sum(trial.seconds for trial in event.trials)
                 in_use = [trial for trial in event.trials if trial.adopted or trial.origin in ("uniform", "trimmed")]
                 for trial in in_use[-1:] if run.plans else in_use[:1]:
-                    run.use(perf_counter() - started_s - decoding - prefill, DraftPlan(trial.layer_set, settings))
+                    run.use(perf_counter() - started_s - decoding_s - prefill_s, DraftPlan(trial.layer_set, settings))
 
         tuner = Tuner(self.session, settings, costs, self.model)
         [final_plan] = exhaust(tuner.serve(self.prompts), follow).values()
-        run.decode_s = decoding + prefill
+        run.decode_s = decoding_s + prefill_s
         run.seconds = perf_counter() - started_s - run.decode_s
         run.use(run.seconds, DraftPlan(*final_plan))
         run.plans = thin_out(run.plans)
@@ -205,7 +206,7 @@ class TuningBench:
         return run
 
     def _judge(self, runs: Sequence[WayRun]) -> dict[str, Any]:
-        """Time all plans of the runs on the unseen prompts; return the results, by way and by run."""
+        """Time all plans of the runs on the unseen prompts, and return the figures by way and by run."""
         plans = {plan.key: (plan, run.costs) for run in runs for _, plan in run.plans}
         for name in {name for plan, _ in plans.values() for _, name in plan.layer_set.formats}:
             self.runtime.copies.prepare(self.runtime.whole.filled(name))
@@ -236,9 +237,9 @@ class TuningBench:
         return {**about, "plain_tok_s": round(speed(plain_timings), 2), "ways": results_by_variant, "results": results}
 
     def _time_methods(self, methods: Sequence[Method]) -> tuple[list[list[Timed]], int]:
-        """Decode every unseen prompt with all methods, interleaved; return each method's fastest run of every prompt.
+        """Decode every unseen prompt with all methods, alternately.
 
-        Also returns the number of runs whose output equals that of the first method.
+        Returns: each method's fastest run of every prompt, and the number of runs with the first method's tokens.
         """
         runs: list[list[Timed]] = [[] for _ in methods]
         n_equal = 0
@@ -261,7 +262,7 @@ class TuningBench:
 
 
 def _summarise(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the mean and range of a variant's speedups, and its runs' speed relative to the fastest plan."""
+    """Return the mean and range of a variant's speedups, and the speeds of its runs relative to the fastest plan."""
     ratios, speed_shares = ([result[name] for result in results] for name in ("ratio", "to_best"))
     return {
         "ratio": round(mean(ratios), 4),

@@ -1,7 +1,7 @@
-"""How often a verdict says `use`: `optimizer.verdict` itself, driven with simulated timings of prompts.
+"""Measures how often a verdict says `use`, by running `optimizer.verdict` on simulated timings of prompts.
 
-A prompt has about 100 tokens (lognormal, 30 %). Each run's seconds and each prompt's gain are drawn from lognormal
-distributions of a spread; `disturbed` runs, one in ten, take 1.2 to 3 times as long besides. The ratio of the totals is
+A prompt has about 100 tokens (lognormal, 30 %). The seconds of each run and the gain of each prompt are lognormal with
+a given spread. On a `disturbed` machine, one run in ten takes 1.2 to 3 times as long. The ratio of the total seconds is
 the true gain.
 """
 
@@ -21,12 +21,12 @@ from ..optimizer.verdict import JudgedTurns, Look, Timed, TimedTurn, by_looks, h
 
 GAINS = (1.0, 1.1, 1.3)
 TOKENS, TOKENS_SPREAD = 100, 0.3
-DISTURBED, SLOWER = 0.1, (1.2, 3.0)  # Share of disturbed runs, and the range of factors by which they are slower.
+DISTURBED, SLOWER = 0.1, (1.2, 3.0)  # Share of disturbed runs, and the range of their factors of time.
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Timing noise: log-normal spread of run times (`runs`) and of prompts' gains, and occasional slow runs."""
+    """Timing noise: lognormal spread of run times (`runs`) and of prompts' gains, and occasional slow runs."""
 
     runs: float = 0.0
     gains: float = 0.0
@@ -41,7 +41,7 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class Stream:
-    """A task of `n` prompts; the search scored no window of `unscored` of them."""
+    """A task of `n` prompts, of which the search scored no window of `unscored`."""
 
     n: int
     unscored: int = 0
@@ -68,16 +68,16 @@ STREAMS = (Stream(4), Stream(8), Stream(8, 2), Stream(16), Stream(16, 4), Stream
 
 
 class Prompts:
-    """Simulated prompts, each with a token count and a gain that stay the same in all runs."""
+    """Simulated prompts; each has the same number of tokens and the same gain in all runs."""
 
     def __init__(self, rng: np.random.Generator, machine: Machine, speedup: float, n: int) -> None:
         self._rng, self._machine = rng, machine
         self._tokens = np.maximum(1, np.round(TOKENS * np.exp(TOKENS_SPREAD * rng.standard_normal(n))))
-        # Adding gains**2 / 2 sets the mean of 1 / self._gains to 1 / gain, so the ratio of total seconds is gain.
+        # With gains**2 / 2 the mean of 1 / self._gains is 1 / speedup, so the ratio of total seconds is the speedup.
         self._gains = speedup * np.exp(machine.gains * rng.standard_normal(n) + machine.gains**2 / 2)
 
     def measure(self, look: Look) -> Generator[None, None, Iterator[tuple[int, Sequence[TimedTurn]]]]:
-        """Return simulated timings for a look, in the form in which a tuning measures them; yields no event."""
+        """Return simulated timings for a look in the form of a tuning's; yields no event."""
         yield from ()
         return ((number, [self._timed(number)]) for _ in look.runs for number in look.prompts)
 
@@ -94,14 +94,14 @@ class Prompts:
 
 @dataclass(frozen=True, slots=True)
 class VerdictShare:
-    """Share of simulated verdicts that are `use`, and mean number of timed runs (plain or drafting) per verdict."""
+    """Share of `use` among simulated verdicts, and mean number of timed runs (plain or drafting) per verdict."""
 
     use: float
     n_runs: float
 
 
 def simulate(stream: Stream, machine: Machine, speedup: float, n_verdicts: int, seed: int = 0) -> VerdictShare:
-    """Simulate `n_verdicts` verdicts on a task, each with newly drawn prompts."""
+    """Simulate `n_verdicts` verdicts on a task, each with new prompts."""
     rng, looks = np.random.default_rng(seed), stream.looks
     n_use = n_runs = 0
     for _ in range(n_verdicts):
@@ -121,7 +121,7 @@ def simulate(stream: Stream, machine: Machine, speedup: float, n_verdicts: int, 
 def table(
     n_verdicts: int, streams: Sequence[Stream] = STREAMS, machines: Sequence[Machine] = MACHINES
 ) -> Iterator[str]:
-    """Yield the lines of a table: percentage of `use` verdicts and number of timed runs at each true gain."""
+    """Yield the lines of a table: the percentage of `use` and the number of timed runs at each true gain."""
     gains, seeds = " / ".join(f"{speedup:.1f}x" for speedup in GAINS), count()
     yield f"| prompts, held out + unscored | {' | '.join(machine.words for machine in machines)} |"
     yield "|---|" + "---|" * len(machines)
@@ -133,14 +133,16 @@ def table(
             cells.append(f"{use_percentages} ({' / '.join(f'{share.n_runs:.0f}' for share in verdict_shares)})")
         unscored_words = f" + {stream.unscored}" if stream.unscored else ""
         yield f"| {stream.n}, {stream.n_held_out}{unscored_words} | {' | '.join(cells)} |"
-    yield f"{n_verdicts:,} verdicts each: per cent `use` at {gains}, and in brackets the mean number of timed runs."
+    yield f"{n_verdicts:,} verdicts each: per cent `use` at {gains}; in brackets the mean number of timed runs."
 
 
 def main(args: Sequence[str] | None = None) -> int:
     """Print the table and return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--verdicts", type=int, default=4000, help="of each cell [default: 4000]")
-    parser.add_argument("--prompts", type=int, action="append", help="of a task; repeatable [default: all rows]")
+    parser.add_argument("--verdicts", type=int, default=4000, help="verdicts of each cell [default: 4000]")
+    parser.add_argument(
+        "--prompts", type=int, action="append", help="rows with this number of prompts; may be repeated [default: all]"
+    )
     parsed = parser.parse_args(args)
     streams = [stream for stream in STREAMS if stream.n in (parsed.prompts or [stream.n])]
     for line in table(parsed.verdicts, streams):

@@ -24,7 +24,8 @@ def test_tiny_shape_on_a_cpu_reports_every_figure(
 ) -> None:
     for name in ("REPEATS", "PASS_REPEATS", "LOAD_REPEATS"):
         monkeypatch.setattr(gpu, name, 1)
-    monkeypatch.setattr(gpu, "best_length", lambda *_: 4)  # that redundancy is made for, whatever passes take here
+    # The redundancy is made for drafts of 4 tokens. The best length depends on times, which vary by machine.
+    monkeypatch.setattr(gpu, "best_length", lambda *_: 4)
     gpu.main(["--shape", "tiny", "--device", "cpu", "--tokens", "16"])
     *table, line = capsys.readouterr().out.strip().splitlines()
     report = json.loads(line)
@@ -34,23 +35,25 @@ def test_tiny_shape_on_a_cpu_reports_every_figure(
     assert report["draft"]["acceptance_rate"] >= 0.9 and 0 < report["redundancy"]["scale"] <= 1
     assert report["draft"]["ratio"] > 0 and report["draft"]["expected_ratio"] > 0
     assert set(report["formats"]) == {"int8", "fp8", "int4"} and set(report["load"]) == {"1", "4", "16", "32"}
-    measured = [own for name, own in report["formats"].items() if name != "fp8" or cpu_multiplies_fp8()]
-    assert all(own["pass_ms"] > 0 and own["ratio"] > 0 for own in measured)
-    assert all(own["plain_tokens_per_s"] > 0 and own["ratio"] > 0 for own in report["load"].values())
+    formats = [figures for name, figures in report["formats"].items() if name != "fp8" or cpu_multiplies_fp8()]
+    assert all(figures["pass_ms"] > 0 and figures["ratio"] > 0 for figures in formats)
+    assert all(figures["plain_tokens_per_s"] > 0 and figures["ratio"] > 0 for figures in report["load"].values())
     assert len(table) == 15
 
 
-def test_all_steps_run_and_one_that_takes_too_long_costs_no_other(
+def test_other_steps_run_where_one_exceeds_its_limit(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    slow = gpu_all.DeviceStep("slow", ("-c", "import time; print('begun', flush=True); time.sleep(60)"), 1.0)
+    slow = gpu_all.DeviceStep(
+        "slow", ("-c", "import time; print('begun', flush=True); time.sleep(60); print('{}')"), 1.0
+    )
     told = gpu_all.DeviceStep("told", ("-c", """print('{"a": 1}')"""), 30.0)
     monkeypatch.setattr(gpu_all, "steps", lambda device: [slow, told])
     assert gpu_all.main(["--out", str(tmp_path), "--device", "cpu"]) == 1
     assert "begun" in (out := capsys.readouterr().out) and out.endswith("1 of 2 steps ran; failed: slow\n")
     assert json.loads((tmp_path / "told.json").read_text()) == {"a": 1} and not (tmp_path / "slow.json").exists()
     steps = json.loads((tmp_path / "steps.json").read_text())["steps"]
-    assert [one["step"] for one in steps] == ["slow", "told"] and steps[0]["seconds"] < 30
+    assert [step["step"] for step in steps] == ["slow", "told"]
 
 
 def test_steps_take_less_than_nine_minutes_together() -> None:
@@ -59,7 +62,7 @@ def test_steps_take_less_than_nine_minutes_together() -> None:
     assert gpu_all.TOTAL_S + gpu_all.GRACE_S <= 540
 
 
-def test_no_step_goes_on_after_the_time_of_all(
+def test_steps_end_at_the_limit_of_all(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     program = """
@@ -77,12 +80,12 @@ except KeyboardInterrupt:
     assert capsys.readouterr().out.endswith("== late: no time is left for it\n1 of 2 steps ran\n")
     assert json.loads((tmp_path / "kept.json").read_text()) == {"kept": True}
     steps = json.loads((tmp_path / "steps.json").read_text())["steps"]
-    assert [one["exit"] for one in steps] == [0, None] and 2 < steps[0]["seconds"] < 30
+    assert [step["exit"] for step in steps] == [0, None]
 
 
 @pytest.fixture
 def at_hand(new_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing but what a fresh machine without a network has: neither npm nor a wheel."""
+    """A new machine without a network: it has neither npm nor wheels."""
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
@@ -94,7 +97,7 @@ TINY_PEERS = ["--device", "cpu", "--shape", "tiny", "--tokens", "8", "--peers"]
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("at_hand")
-def test_peers_run_without_the_engines_that_are_not_at_hand(capsys: pytest.CaptureFixture[str]) -> None:
+def test_peers_run_without_engines_that_cannot_be_installed(capsys: pytest.CaptureFixture[str]) -> None:
     assert gpu_peers.main([*TINY_PEERS, "swiftopt/plain,node-llama-cpp/plain,llama-cpp/plain"]) == 0
     *_, said, last = capsys.readouterr().out.strip().splitlines()
     assert said == (
@@ -108,7 +111,7 @@ def test_peers_run_without_the_engines_that_are_not_at_hand(capsys: pytest.Captu
 
 
 @pytest.mark.usefixtures("at_hand")
-def test_peers_fail_only_where_what_is_there_fails(
+def test_peers_fail_where_an_installed_engine_fails(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "executable", "/bin/false")
@@ -117,15 +120,17 @@ def test_peers_fail_only_where_what_is_there_fails(
 
 
 @pytest.mark.usefixtures("at_hand")
-def test_peers_that_are_interrupted_early_say_so(capsys: pytest.CaptureFixture[str]) -> None:
+def test_interrupted_peers_report_that_nothing_was_measured(capsys: pytest.CaptureFixture[str]) -> None:
     timer = Timer(1.0, lambda: os.kill(os.getpid(), signal.SIGINT))
     timer.start()
     assert gpu_peers.main([*TINY_PEERS, "swiftopt/plain"]) == 0
     timer.join()
-    assert json.loads(capsys.readouterr().out) == {"skipped": "it was ended before every engine had answered a prompt"}
+    assert json.loads(capsys.readouterr().out) == {
+        "skipped": "it was interrupted before every engine had answered a prompt"
+    }
 
 
-def test_the_smaller_what_inner_sub_layers_add_the_more_drafts_are_accepted() -> None:
+def test_make_redundant_scales_inner_sub_layers_until_drafts_are_accepted() -> None:
     runtime = gpu.permuting_runtime(gpu.SHAPES["tiny"], "cpu")
     half = LayerSet(8, frozenset(range(1, 7)), frozenset(range(1, 7)))
     before = gpu.run(runtime, gpu.drafting(half, 4), 48).acceptance_rate
@@ -135,8 +140,8 @@ def test_the_smaller_what_inner_sub_layers_add_the_more_drafts_are_accepted() ->
     assert before < 0.9 <= after and scale < 1
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="what a machine without a CUDA device says")
-def test_without_a_gpu_it_skips_in_a_sentence_and_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the test needs a machine without a CUDA device")
+def test_benchmark_skips_without_a_gpu_in_a_sentence_and_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     gpu.main([])
     out, err = capsys.readouterr()
     assert json.loads(out) == {"skipped": gpu.obstacle(gpu.SHAPES["codellama-13b"], "cuda")}

@@ -19,4 +19,4 @@ def test_attention_is_compared_with_the_rates_of_the_maps() -> None:
     )
     results = json.loads(done.stdout.splitlines()[-1])["results"]
     assert [(row["context"], row["rows"]) for row in results] == [(64, 1), (64, 8), (256, 1), (256, 8)]
-    assert all(row["ratio"] > 0 and row["maps_gflop_s"] > row["maps_gb_s"] > 0 for row in results)
+    assert all(min(row["ratio"], row["gb_s"], row["maps_gb_s"], row["maps_gflop_s"]) > 0 for row in results)

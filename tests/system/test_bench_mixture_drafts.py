@@ -1,4 +1,4 @@
-"""Drafts of the small trained mixture with fewer experts: what windows predict of their value is what rounds give."""
+"""Drafts of the small trained mixture with fewer experts: rounds confirm the value that windows predict."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from swiftopt.decoding.session import Session
 from swiftopt.models.loading import load
 from swiftopt.store import Store
 
-# The model is trained at first: 300 steps, of two seconds each on a slow core.
+# The first test trains the model: 300 steps of about two seconds on a slow core.
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 
 FIXED_DRAFTS = SwiftSettings(early_stop=False, max_draft_length=3, dynamic_verification=False)
 
 
 def test_value_of_drafts_with_fewer_experts_is_as_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In units of cost, so that no clock is read."""
+    """The value is in units of cost, so nothing is timed."""
     monkeypatch.delenv("SWIFTOPT_CACHE_DIR", raising=False)
     runtime = load(str(trained()), dtype="auto", device="cpu")
     session = Session(runtime, Sampling(), 96, ignore_eos=True)
@@ -41,7 +41,7 @@ def test_value_of_drafts_with_fewer_experts_is_as_predicted(monkeypatch: pytest.
 def test_trained_mixture_is_tuned_stored_and_served_with_plain_decodings_tokens(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The command, the store and a server in turn; drafts run with the stored set, whatever its verdict."""
+    """A command tunes, the store keeps the set, and a server drafts with it even if the verdict is "plain"."""
     monkeypatch.delenv("SWIFTOPT_CACHE_DIR", raising=False)
     folder, stream, database = str(trained()), tmp_path / "library.jsonl", str(tmp_path / "a.db")
     texts = prompts()

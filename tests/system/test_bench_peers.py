@@ -1,11 +1,11 @@
-"""`bench peers` on tiny models: weights in GGUF, the processes of its rows, and the command as a whole."""
+"""`bench peers` on tiny models: GGUF files, the processes of its rows, and the whole command."""
 
 from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -45,7 +45,7 @@ ASKED = {"prompt_ids": [3, 5, 7, 9], "max_new_tokens": 6, "task": "code"}
 
 
 def saved(folder: Path, family: str, **changes: Any) -> Path:
-    """A tiny model with random biases, in float32, whose rows part into blocks of 32."""
+    """Save a tiny float32 model with random biases, whose rows are multiples of blocks of 32."""
     torch.manual_seed(0)
     config = type(CONFIGS[family])(**{**CONFIGS[family].to_dict(), "intermediate_size": 64, **changes})
     save(folder)  # for its tokenizer
@@ -65,7 +65,7 @@ def logits(model: Any) -> torch.Tensor:
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
-def test_gguf_file_has_the_folders_own_function(tmp_path: Path, family: str, tied: bool) -> None:
+def test_gguf_file_gives_the_folders_logits(tmp_path: Path, family: str, tied: bool) -> None:
     head_dim = {"head_dim": 128} if family == "qwen3" else {}  # transformers reads no other from a file
     folder = saved(tmp_path / "model", family, tie_word_embeddings=tied, **head_dim)
     auto: Any = AutoModelForCausalLM
@@ -75,8 +75,8 @@ def test_gguf_file_has_the_folders_own_function(tmp_path: Path, family: str, tie
 
 
 @pytest.mark.parametrize(("kind", "error"), [("BF16", 0.004), ("Q8_0", 0.004), ("Q4_0", 0.13)])
-def test_rounded_weights_are_near_the_folders(tmp_path: Path, kind: str, error: float) -> None:
-    """Relative to the largest value: half a step of each type; a whole one for Q4_0, whose grid ends a step short."""
+def test_rounded_weights_are_close_to_the_folders(tmp_path: Path, kind: str, error: float) -> None:
+    """Relative to the largest value, the error is half a step of each type; a step for Q4_0, whose grid ends early."""
     write_gguf(saved(tmp_path / "model", "qwen2"), tmp_path / "weights.gguf", kind)
     own = AutoModelForCausalLM.from_pretrained(tmp_path / "model").state_dict()
     tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(str(tmp_path / "weights.gguf")).tensors}
@@ -94,8 +94,8 @@ def test_file_names_every_token_of_the_model(tmp_path: Path) -> None:
     assert tokens[:2] == ["w0", "w1"] and tokens[96:] == ["w96", "[PAD97]", "[PAD98]"]
 
 
-def test_frequencies_that_older_files_hold_are_left_out(tmp_path: Path) -> None:
-    """llama.cpp refuses a file with tensors that it does not ask for."""
+def test_frequencies_of_older_files_are_omitted(tmp_path: Path) -> None:
+    """llama.cpp refuses a file with unused tensors."""
     folder = saved(tmp_path / "model", "llama")
     old = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}
     save_file({**load_file(folder / "model.safetensors"), **old}, folder / "model.safetensors", {"format": "pt"})
@@ -111,7 +111,7 @@ def test_file_is_written_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert len(steps) == 1 and [path.name for path in first.parent.iterdir()] == ["F32.gguf"]
 
 
-def test_models_that_the_writer_does_not_know_are_refused(tmp_path: Path) -> None:
+def test_models_unknown_to_the_writer_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModel, match="is of type gpt2, and GGUF files are written for llama"):
         write_gguf(save(tmp_path / "gpt2", "gpt2"), tmp_path / "weights.gguf", "F32")
     with pytest.raises(UnsupportedModel, match="rows of 48 values, and Q8_0 needs a multiple of 32"):
@@ -149,7 +149,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def counting(tmp_path: Path) -> EnginePackage:
-    """A rival that starts in no time: its tokens are 0, 1, 2, …"""
+    """Return an engine that starts at once, with tokens 0, 1, 2, …"""
     (tmp_path / "counting.py").write_text(COUNTING)
     return EnginePackage("counting", "counting", "1", tmp_path / "counting.py")
 
@@ -166,13 +166,13 @@ def started(rival: EnginePackage, tmp_path: Path, **options: Any) -> Iterator[Ch
 
 @pytest.fixture(scope="module")
 def plain_child(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Child]:
-    """transformers on the tiny model: its start takes seconds."""
+    """Start transformers on the tiny model once, because it takes seconds."""
     options = {"model": str(folder), "dtype": "float32", "threads": 1}
     with started(PACKAGES["transformers"], tmp_path_factory.mktemp("child"), **options) as child:
         yield child
 
 
-def test_child_gives_as_many_tokens_as_asked_and_stands_still_between_its_turns(plain_child: Child) -> None:
+def test_child_gives_the_requested_tokens_and_is_stopped_between_turns(plain_child: Child) -> None:
     child = plain_child
     first, again = child.ask(ASKED, 60), child.ask(ASKED, 60)
     assert len(first["token_ids"]) == 6 and first["token_ids"] == again["token_ids"]
@@ -185,10 +185,8 @@ def test_child_gives_as_many_tokens_as_asked_and_stands_still_between_its_turns(
 
 
 @pytest.mark.parametrize("name", [pytest.param("transformers", marks=pytest.mark.slow), "swiftopt"])
-def test_draft_that_is_the_target_is_accepted_whole_at_a_constant_length(
-    folder: Path, tmp_path: Path, name: str
-) -> None:
-    """10 tokens: one of the prompt's pass or not, then rounds of 3 + 1, and of what is left."""
+def test_target_as_draft_is_fully_accepted_at_a_constant_length(folder: Path, tmp_path: Path, name: str) -> None:
+    """Of 10 tokens, the prompt's pass may give one; then come rounds of 3 + 1 tokens and the rest."""
     options = {"model": str(folder), "draft": str(folder), "dtype": "float32", "threads": 1, "n_ctx": 64, "db": None}
     options |= {"speed": "eager", "draft_tokens": 3, "min_confidence": 0.0}
     settings = ENGINES["transformers"].settings(Speculation(kind="draft", n_tokens=3, confidence=0.0))
@@ -199,7 +197,7 @@ def test_draft_that_is_the_target_is_accepted_whole_at_a_constant_length(
         assert first["drafted"] == first["accepted"] == again["drafted"] and 6 <= first["drafted"] <= 7
 
 
-def test_swiftopt_inside_transformers_gives_its_tokens_and_tells_its_counts(
+def test_swiftopt_inside_transformers_gives_its_tokens_and_counts(
     folder: Path, tmp_path: Path, plain_child: Child
 ) -> None:
     record = LayerSetRecord("tiny", "code", LayerSet(4, frozenset({1}), frozenset({2})))
@@ -212,9 +210,7 @@ def test_swiftopt_inside_transformers_gives_its_tokens_and_tells_its_counts(
     assert 0 < ours["prefill_s"] < ours["seconds"] and 0 <= ours["accepted"] <= ours["drafted"] > 0
 
 
-def test_engines_get_a_target_of_coded_weights_as_the_file_that_it_came_from(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_engines_get_a_coded_target_as_its_original_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SWIFTOPT_CACHE_DIR", str(tmp_path / "cache"))
     for kind, given, words in (("Q4_0", "tiny-Q4_0.gguf", "tiny-Q4_0.gguf"), ("F32", "BF16.gguf", "BF16")):
         path = write_model(tmp_path / f"tiny-{kind}.gguf", tiny_model("llama", torch.float32, **SIZE), kind=kind)
@@ -225,9 +221,7 @@ def test_engines_get_a_target_of_coded_weights_as_the_file_that_it_came_from(
         assert Path(bench._options(row, Launch(()))["model"]).name == given
 
 
-def test_draft_checkpoint_is_given_to_engines_in_the_form_that_they_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_engines_get_a_draft_checkpoint_in_their_format(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SWIFTOPT_CACHE_DIR", str(tmp_path / "cache"))
     draft = saved(tmp_path / "draft", "llama")
     (tmp_path / "draft.gguf").touch()
@@ -244,7 +238,7 @@ def test_draft_checkpoint_is_given_to_engines_in_the_form_that_they_read(
     assert [path.name for path in options.values()] == ["draft", "F16.gguf", "F32.gguf", "draft.gguf"]
 
 
-def test_rows_that_draft_have_settings_by_their_engines_own_names(folder: Path) -> None:
+def test_drafting_rows_have_settings_named_as_in_their_engine(folder: Path) -> None:
     def settings(name: str, draft: Path | None = None, **options: Any) -> Any:
         row = Row(PACKAGES[name], "drafting", "folder", options, draft)
         bench = Turns(TurnsRequest("tiny", folder, threads=1), [Question("1", "code", (1,), 2)], [row])
@@ -276,7 +270,7 @@ def test_rows_that_draft_have_settings_by_their_engines_own_names(folder: Path) 
     assert settings("node-llama-cpp", folder) is settings("swiftopt", folder) is None
 
 
-def test_only_drafts_whose_code_is_ours_are_trusted_to_run_it(tmp_path: Path) -> None:
+def test_only_drafts_with_swiftopts_code_are_trusted(tmp_path: Path) -> None:
     model, draft = saved(tmp_path / "model", "llama"), tmp_path / "draft"
     draft.mkdir()
     write_restacked(model, [(0, 0), (None, 1), (2, None)], draft)
@@ -293,7 +287,7 @@ def test_only_drafts_whose_code_is_ours_are_trusted_to_run_it(tmp_path: Path) ->
     assert not trusted(draft)
 
 
-def test_child_that_fails_or_dies_is_told_in_a_sentence(counting: EnginePackage, tmp_path: Path) -> None:
+def test_failed_or_killed_child_is_reported_in_a_sentence(counting: EnginePackage, tmp_path: Path) -> None:
     with started(counting, tmp_path) as child, pytest.raises(EngineFailed, match="ValueError: no such prompt: see "):
         child.ask({**ASKED, "prompt_ids": [666]}, 60)
     with started(counting, tmp_path) as child:
@@ -303,7 +297,7 @@ def test_child_that_fails_or_dies_is_told_in_a_sentence(counting: EnginePackage,
             child.ask(ASKED, 60)
 
 
-def test_child_that_cannot_be_started_is_told_in_a_sentence(tmp_path: Path) -> None:
+def test_child_that_cannot_be_started_is_reported_in_a_sentence(tmp_path: Path) -> None:
     with pytest.raises(EngineFailed, match=r"/nowhere/python cannot be started \(.*No such file or directory"):
         Child(Launch(("/nowhere/python",)), {}, os.environ, tmp_path / "log")
     (tmp_path / "a-file").write_text("")
@@ -311,10 +305,10 @@ def test_child_that_cannot_be_started_is_told_in_a_sentence(tmp_path: Path) -> N
         Child(Launch((sys.executable, "-V")), {}, os.environ, tmp_path / "a-file" / "log")
 
 
-def test_child_that_cannot_load_or_takes_too_long_is_told_in_a_sentence(
+def test_child_that_cannot_load_or_is_too_slow_is_reported_in_a_sentence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("swiftopt.engines.processes.END_S", 50.0)
+    monkeypatch.setattr("swiftopt.engines.processes.END_S", 3600.0)
     launch = Launch((sys.executable, "-P", str(PROGRAM), "llama-cpp"))
     failing = Child(launch, {}, os.environ, tmp_path / "log")
     with pytest.raises(EngineFailed, match="ModuleNotFoundError: No module named 'xllamacpp': see "):
@@ -323,16 +317,15 @@ def test_child_that_cannot_load_or_takes_too_long_is_told_in_a_sentence(
     slow = Child(Launch((sys.executable, "-c", "import time; time.sleep(60)")), {}, os.environ, tmp_path / "log")
     with pytest.raises(EngineFailed, match="it took more than 0 s to load"):
         slow.wait_until_ready(0.1)
-    begun = time.monotonic()
-    slow.close(at_once=True)
-    assert time.monotonic() - begun < 25
+    slow.close(at_once=True)  # It does not wait for END_S.
+    assert slow._process.returncode == -signal.SIGKILL
 
 
 @pytest.mark.parametrize(
     ("has_room", "still_there", "started"),
     [(False, 0.0, ["plain", "other", "plain"]), (True, 1e9, ["plain", "other", "other", "plain"])],
 )
-def test_processes_that_memory_does_not_hold_start_again_at_their_next_turn(
+def test_processes_beyond_memory_are_restarted_at_their_next_turn(
     counting: EnginePackage,
     folder: Path,
     tmp_path: Path,
@@ -341,7 +334,7 @@ def test_processes_that_memory_does_not_hold_start_again_at_their_next_turn(
     still_there: float,
     started: list[str],
 ) -> None:
-    """Those that were ended for others, and those whose weights the system dropped from memory."""
+    """This covers processes that were ended for others, and those whose weights the system dropped from memory."""
     monkeypatch.setattr(turns, "STILL_THERE", still_there)
     monkeypatch.setenv("SWIFTOPT_CACHE_DIR", str(tmp_path / "cache"))
     questions = questions_of(folder, [Prompt(id=str(i), task="code", text="w1 w2") for i in range(2)], 4)
@@ -356,7 +349,7 @@ def test_processes_that_memory_does_not_hold_start_again_at_their_next_turn(
     assert [turn.token_ids for runs in bench.runs for turn in runs.turns] == [(0, 1, 2, 3)] * 4
 
 
-def test_processes_on_a_gpu_see_it_alone_and_are_counted_by_what_is_free_there(
+def test_processes_on_a_gpu_see_only_it_and_are_limited_by_its_free_memory(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "telling.py").write_text(TELLING)
@@ -377,7 +370,7 @@ def test_processes_on_a_gpu_see_it_alone_and_are_counted_by_what_is_free_there(
     assert asked[0] > 4 << 30
 
 
-def test_each_program_gets_the_build_and_the_place_of_the_run(folder: Path) -> None:
+def test_each_program_gets_the_build_and_device_of_the_run(folder: Path) -> None:
     def options(device: str, name: str) -> tuple[str, Any]:
         request = TurnsRequest("tiny", folder, threads=1, device=device)
         bench = Turns(request, [Question("1", "code", (1,), 2)], [Row(PACKAGES[name], "plain", "folder")])
@@ -389,7 +382,7 @@ def test_each_program_gets_the_build_and_the_place_of_the_run(folder: Path) -> N
     assert options("cuda:1", "swiftopt") == ("swiftopt", "cuda")
 
 
-def test_rows_that_memory_does_not_hold_at_once_go_in_groups_that_begin_with_the_first(
+def test_rows_beyond_memory_run_in_groups_with_the_first_row(
     counting: EnginePackage, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def only_counting(package: EnginePackage, on_step: Any) -> Launch:
@@ -438,10 +431,10 @@ def test_interrupted_run_keeps_the_prompts_that_all_rows_have_answered(
 
 
 @pytest.mark.slow
-def test_rows_run_by_turns_and_a_rival_that_fails_is_a_row(
+def test_rows_alternate_and_a_failed_engine_is_a_row(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """node is taken away, so that node-llama-cpp cannot be installed; swiftopt has no plan, so best is adaptive."""
+    """node is missing, so node-llama-cpp cannot be installed. swiftopt has no plan, so best is adaptive."""
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setenv("SWIFTOPT_DATABASE_URL", str(tmp_path / "plans.db"))
     (tmp_path / "code.jsonl").write_text('{"prompt": "w3 w5 w3 w5 w3"}\n{"prompt": "w9 w8 w7"}\n')
@@ -467,12 +460,12 @@ def test_rows_run_by_turns_and_a_rival_that_fails_is_a_row(
     ]
 
 
-def test_tokenizer_that_cannot_be_read_is_told_in_a_sentence(tmp_path: Path) -> None:
+def test_unreadable_tokenizer_is_reported_in_a_sentence(tmp_path: Path) -> None:
     (save(tmp_path / "model") / "tokenizer.json").write_text("{")
     with pytest.raises(ModelNotFound, match=r"the tokenizer in .* cannot be loaded"):
         questions_of(tmp_path / "model", [Prompt("1", "code", "w3")], 4)
 
 
-def test_prompt_that_does_not_fit_is_refused_before_anything_starts(folder: Path) -> None:
+def test_prompt_beyond_the_context_is_refused_before_any_process_starts(folder: Path) -> None:
     with pytest.raises(ContextOverflow, match="prompt '1' needs 1002 positions with its completion, and the model has"):
         questions_of(folder, [Prompt(id="1", task="code", text="w1 w2")], 1000)

@@ -31,24 +31,24 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_three_runs_over_the_same_prompts_are_reported_and_drawn(
     home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(shift, "ALARM", 0.4)  # a random model's acceptance hardly changes with its text
+    monkeypatch.setattr(shift, "ALARM", 0.4)  # A random model's acceptance hardly changes with the text.
     model = str(save(home / "tiny"))
     args = ["--model", model, "--stream", "two.jsonl", "--prompts", "12", *OPTIONS]
     assert run(command, [*args, "--deterministic", "--png", "shift.png", "--json"]) == 0
     out, err = capsys.readouterr()
     report = json.loads(out)
     assert report["schema"] == "swiftopt.bench-stream-shift/1"
-    assert [(each["task"], each["prompts"]) for each in report["results"]] == [("notes", 12), ("code", 12)]
+    assert [(result["task"], result["prompts"]) for result in report["results"]] == [("notes", 12), ("code", 12)]
     assert report["shifts"] and f"shift noticed after prompt {report['shifts'][0]['prompt'] + 1}" in err
-    for each in report["results"]:
+    for result in report["results"]:
         for name in ("own", "kept", "adapted"):
-            assert len(each[name]["by_prompt"]) == 12
-            assert each[name]["expected"] is None or each[name]["expected"] > 0
-        if each["gap"] is not None:
-            assert each["gap"] == pytest.approx(each["own"]["settled"] - each["adapted"]["settled"])
-            assert each["within"] == (each["gap"] <= 0.05)
+            assert len(result[name]["by_prompt"]) == 12
+            assert result[name]["expected"] is None or result[name]["expected"] > 0
+        if result["gap"] is not None:
+            assert result["gap"] == pytest.approx(result["own"]["settled"] - result["adapted"]["settled"])
+            assert result["within"] == (result["gap"] <= 0.05)
     first = report["results"][0]
-    assert first["own"] == first["kept"]  # the first task's set is its own
+    assert first["own"] == first["kept"]  # Both runs have the first task's set.
     assert first["own"]["expected"] is not None
     assert (home / "shift.png").read_bytes().startswith(b"\x89PNG")
     assert run(command, args) == 0
@@ -73,7 +73,9 @@ def test_ctrl_c_shows_what_was_decoded(
 
     report = json.loads(out_cut_at("code, adapting", "--svg", "shift.svg", "--json"))
     assert report["interrupted"]
-    n_done = {kind: [len(each[kind]["by_prompt"]) for each in report["results"]] for kind in ("own", "kept", "adapted")}
+    n_done = {
+        kind: [len(result[kind]["by_prompt"]) for result in report["results"]] for kind in ("own", "kept", "adapted")
+    }
     assert n_done == {"own": [12, 12], "kept": [12, 12], "adapted": [12, 1]}
     assert report["results"][1]["gap"] is None
     assert "one stream" in (home / "shift.svg").read_text()
