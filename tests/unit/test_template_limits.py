@@ -1,4 +1,4 @@
-"""Chat templates that run or grow without end, from whatever source."""
+"""Chat templates that run or grow without end."""
 
 from __future__ import annotations
 
@@ -47,12 +47,10 @@ def test_a_template_without_an_end_is_one_sentence(what: str, monkeypatch: pytes
     template, words = BAD[what]
     if "runs longer" not in words:  # On a busy machine 0.3 s may pass before memory is full.
         monkeypatch.setattr(template_limits, "LONGEST_S", 9.0)
-    began = time.monotonic()
     with pytest.raises(InvalidInput, match=f"this model's chat template {words}") as caught:
         ChatPrompt(tokenizer(template + PLAIN), MESSAGES, {})
     assert "\n" not in str(caught.value)
-    assert time.monotonic() - began < 10
-    assert ChatPrompt(tokenizer(PLAIN), MESSAGES, {}).text == "user: hi"  # What follows is not hit.
+    assert ChatPrompt(tokenizer(PLAIN), MESSAGES, {}).text == "user: hi"  # The next template is unaffected.
 
 
 def test_a_template_is_stopped_in_any_thread() -> None:
