@@ -1,4 +1,4 @@
-"""Laws of adapters: what a merged model computes, by hand; which model it is; and what is refused, in a sentence."""
+"""Laws of adapters: the logits and the fingerprint of a merged model, and the errors of unsupported adapters."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def logits(model: Any) -> Tensor:
 
 
 def by_hand(model: Any, adapter: Path, scale: Callable[[str], float]) -> Any:
-    """The model with W + scale(name) * B A, computed in float64 from the adapter's file, in place."""
+    """Merge W + scale(name) · B A into the model, in float64 and from the adapter's file."""
     model = model.double()
     tensors = {name.removeprefix("base_model.model."): value.double() for name, value in read(adapter).items()}
     for name, module in model.named_modules():
@@ -85,8 +85,8 @@ def adapter(base: Path, tmp_path: Path) -> Path:
 
 # Torch multiplies stacked experts in no float64, which the sum is computed in.
 @pytest.mark.parametrize("family", variants((*CONFIGS, *(name for name in DENSE if not is_mixture(name)))))
-def test_logits_are_those_of_the_sum_computed_by_hand(family: str, tmp_path: Path) -> None:
-    """Of all linear maps but the head; some families compute norms or attention in float32."""
+def test_logits_equal_those_of_the_sum_computed_by_hand(family: str, tmp_path: Path) -> None:
+    """All linear maps except the head are adapted; some families compute norms or attention in float32."""
     model = tiny_model(family)
     save(tmp_path / "base", family, torch.float64)
     maps = [name for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D)]
@@ -116,7 +116,7 @@ def test_factors_are_those_of_the_config(kind: str, base: Path, tmp_path: Path) 
     torch.testing.assert_close(logits(load(folder).hf_model), right, rtol=0, atol=1e-11)
 
 
-def test_some_layers_alone_are_adapted(base: Path, tmp_path: Path) -> None:
+def test_adapter_may_change_only_some_layers(base: Path, tmp_path: Path) -> None:
     ends = "model.layers.1.mlp.up_proj", "model.layers.3.mlp.up_proj"
     config = {"target_modules": ["up_proj"], "layers_to_transform": [1, 3]}
     folder = save_adapter(tmp_path / "adapter", base, tiny_model("llama"), *ends, **config)
@@ -143,8 +143,8 @@ def test_dora_scales_each_output_by_its_norm(family: str, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 @pytest.mark.parametrize("is_tied", [False, True])
-def test_an_embedding_and_a_head_are_adapted_each_alone(family: str, is_tied: bool, tmp_path: Path) -> None:
-    """Tied ones are untied: peft adds to what the embedding gives, and not to the head."""
+def test_embedding_and_head_are_adapted_separately(family: str, is_tied: bool, tmp_path: Path) -> None:
+    """Tied weights are untied, because peft adds to the embedding's output and not to the head."""
     model = tiny_model(family, tie_word_embeddings=is_tied)
     save(tmp_path / "base", family, torch.float64)
     model.save_pretrained(tmp_path / "base")
@@ -163,7 +163,7 @@ def test_an_embedding_and_a_head_are_adapted_each_alone(family: str, is_tied: bo
         assert torch.equal(kept, before if end == "embed_tokens" else model.model.embed_tokens.weight)
 
 
-def test_saved_modules_and_biases_take_the_place_of_the_bases(tmp_path: Path) -> None:
+def test_saved_modules_and_biases_replace_those_of_the_base(tmp_path: Path) -> None:
     save(tmp_path / "base", "qwen2", torch.float64)
     model = tiny_model("qwen2")
     folder = save_adapter(
@@ -181,7 +181,7 @@ def test_saved_modules_and_biases_take_the_place_of_the_bases(tmp_path: Path) ->
     torch.testing.assert_close(logits(load(folder).hf_model), logits(right), rtol=0, atol=1e-11)
 
 
-def test_a_sum_is_rounded_once_to_the_checkpoints_dtype_whatever_it_is_loaded_as(tmp_path: Path) -> None:
+def test_sum_is_rounded_once_to_the_checkpoints_dtype(tmp_path: Path) -> None:
     save(tmp_path / "base", dtype=torch.bfloat16)
     folder = save_adapter(tmp_path / "adapter", "../base", tiny_model("llama"), *LLAMA)
     exact = by_hand(tiny_model("llama", torch.bfloat16), folder, lambda name: 2.0).state_dict()
@@ -212,7 +212,7 @@ def test_drafts_of_a_merged_model_change_no_token(tmp_path: Path) -> None:
     check_drafts(runtime)
 
 
-def test_a_pickled_adapter_is_the_same(adapter: Path) -> None:
+def test_pickled_adapter_gives_the_same_model(adapter: Path) -> None:
     first = load(adapter)
     torch.save(read(adapter), adapter / "adapter_model.bin")
     (adapter / "adapter_model.safetensors").unlink()
@@ -223,8 +223,8 @@ def test_a_pickled_adapter_is_the_same(adapter: Path) -> None:
 # --- where its parts are
 
 
-def test_an_adapter_beside_a_model_is_merged_into_that(base: Path, tmp_path: Path) -> None:
-    """As transformers does where peft is installed, whatever base the config names."""
+def test_adapter_beside_a_model_is_merged_into_it(base: Path, tmp_path: Path) -> None:
+    """transformers does the same if peft is installed, whatever base the config names."""
     folder = save_adapter(tmp_path / "adapter", "theirs/elsewhere", tiny_model("llama"), *LLAMA)
     right = logits(by_hand(tiny_model("llama"), folder, lambda name: 2.0))
     for path in folder.iterdir():
@@ -232,7 +232,7 @@ def test_an_adapter_beside_a_model_is_merged_into_that(base: Path, tmp_path: Pat
     torch.testing.assert_close(logits(load(base).hf_model), right, rtol=0, atol=1e-11)
 
 
-def test_a_relative_base_is_meant_from_the_adapters_folder(
+def test_relative_base_is_resolved_from_the_adapters_folder(
     adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "elsewhere" / "base").mkdir(parents=True)
@@ -244,7 +244,7 @@ def test_a_relative_base_is_meant_from_the_adapters_folder(
     assert hub is not None and (hub.kind, hub.location) == ("hub", "ours/tiny")
 
 
-def test_the_tokenizer_is_the_adapters_or_else_the_bases(adapter: Path, base: Path, tmp_path: Path) -> None:
+def test_tokenizer_is_the_adapters_or_the_bases(adapter: Path, base: Path, tmp_path: Path) -> None:
     assert load(adapter).tokenizer("w3 w4")["input_ids"] == [3, 4]
     for path in save(tmp_path / "other", chat_template="{{ messages[0].content }}").glob("*"):
         if "token" in path.name or path.suffix == ".jinja":
@@ -257,7 +257,7 @@ def test_the_tokenizer_is_the_adapters_or_else_the_bases(adapter: Path, base: Pa
         load(adapter)
 
 
-def test_other_programs_get_a_folder_of_the_merged_weights(adapter: Path, new_cache: Path) -> None:
+def test_other_programs_get_a_folder_with_the_merged_weights(adapter: Path, new_cache: Path) -> None:
     folder = model_folder(adapter)
     assert folder.is_relative_to(new_cache)
     merged, runtime = load(folder), load(adapter)
@@ -268,7 +268,7 @@ def test_other_programs_get_a_folder_of_the_merged_weights(adapter: Path, new_ca
     assert model_folder(adapter) != folder
 
 
-def test_a_merged_folder_with_a_head_of_its_own_is_not_tied(tmp_path: Path, new_cache: Path) -> None:
+def test_merged_folder_with_its_own_head_is_not_tied(tmp_path: Path, new_cache: Path) -> None:
     model = tiny_model("llama", tie_word_embeddings=True)
     save(tmp_path / "base", dtype=torch.float64)
     model.save_pretrained(tmp_path / "base")
@@ -281,7 +281,7 @@ def test_a_merged_folder_with_a_head_of_its_own_is_not_tied(tmp_path: Path, new_
 # --- which model it is
 
 
-def test_an_adapter_is_a_model_of_its_own_wherever_it_lies(adapter: Path, base: Path, tmp_path: Path) -> None:
+def test_adapter_has_its_own_fingerprint_in_any_folder(adapter: Path, base: Path, tmp_path: Path) -> None:
     other = save_adapter(tmp_path / "other", "../base", tiny_model("llama"), *LLAMA, seed=1)
     louder = save_adapter(tmp_path / "louder", "../base", tiny_model("llama"), *LLAMA, lora_alpha=16)
     infos = [load(folder).info for folder in (base, adapter, other, louder)]
@@ -316,7 +316,7 @@ def _without(*ends: str) -> Callable[[Path], None]:
 
 
 def _with(**more: Tensor) -> Callable[[Path], None]:
-    """Tensors by their names, in which __ stands for a dot."""
+    """Add tensors by name, in which __ stands for a dot."""
     named = {f"base_model.model.{name.replace('__', '.')}": value for name, value in more.items()}
     return lambda folder: write(folder, read(folder) | named)
 
@@ -462,7 +462,7 @@ def _resave(base: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", REFUSED)
-def test_what_cannot_be_merged_exactly_is_refused_in_one_sentence(kind: str, adapter: Path) -> None:
+def test_adapter_that_cannot_be_merged_exactly_is_refused_in_one_sentence(kind: str, adapter: Path) -> None:
     damage, error, words = REFUSED[kind]
     damage(adapter)
     with pytest.raises(error, match=words) as refused:
@@ -477,14 +477,14 @@ def test_half_precision_that_overflows_is_refused(tmp_path: Path) -> None:
         load(folder)
 
 
-def test_all_linear_means_all_but_the_head(base: Path, tmp_path: Path) -> None:
+def test_all_linear_excludes_the_head(base: Path, tmp_path: Path) -> None:
     ends = ("_proj",)
     folder = save_adapter(tmp_path / "adapter", base, tiny_model("llama"), *ends, target_modules="all-linear")
     right = logits(by_hand(tiny_model("llama"), folder, lambda name: 2.0))
     torch.testing.assert_close(logits(load(folder).hf_model), right, rtol=0, atol=1e-11)
 
 
-def test_a_layers_pattern_says_which_numbers_are_of_layers(base: Path, tmp_path: Path) -> None:
+def test_layers_pattern_selects_the_numbers_of_layers(base: Path, tmp_path: Path) -> None:
     folder = save_adapter(tmp_path / "adapter", base, tiny_model("llama"), "q_proj")
     edit(folder, layers_to_transform=2, layers_pattern="layers", exclude_modules=["k_proj"])
     read_config = read_adapter(folder, "base")

@@ -1,4 +1,4 @@
-"""Laws of adaptive drafting on tiny models: exact whatever it drafts from, and quiet where nothing pays."""
+"""Laws of adaptive drafting on tiny models: exact with any source of drafts, and no drafts where they do not pay."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_output_is_plain_decodings_in_every_make(settings: dict[str, object], te
 
 
 def test_good_cheap_draft_is_followed_far() -> None:
-    """A draft that is the model itself at a tenth of the cost: nearly every token comes from a chain."""
+    """The draft is the model itself at a tenth of the cost, so nearly every token comes from a chain."""
     runtime = model()
     drafter = AdaptiveDrafter(
         OtherModel(runtime),
@@ -74,7 +74,7 @@ def test_good_cheap_draft_is_followed_far() -> None:
 
 
 def test_adaptive_drafting_leaves_a_hopeless_draft_alone() -> None:
-    """Another random model foresees nothing of this one: after some tries passes have one row."""
+    """Another random model predicts nothing of this one, so after some tries passes have one row."""
     costs = PassCosts(cheap_draft_costs(0.5), LayerSet(4).filled("int4"))
     settings = AdaptiveSettings(lookup=False)
     method = Method("adaptive", AdaptiveDrafter(OtherModel(quick_runtime("llama", seed=9)), costs, settings))
@@ -85,7 +85,7 @@ def test_adaptive_drafting_leaves_a_hopeless_draft_alone() -> None:
 
 
 def test_dear_draft_is_never_run_but_to_probe() -> None:
-    """A draft step as dear as a plain pass cannot pay, however good it is."""
+    """A draft step that costs a plain pass cannot pay, whatever its acceptance."""
     method = adaptive(1.0, lookup=False)
     done = run(method, REPEATING, 120)
     assert done.drafted <= 4 * 4
@@ -93,7 +93,7 @@ def test_dear_draft_is_never_run_but_to_probe() -> None:
 
 
 def test_second_candidate_pays_for_the_row_behind_the_first_ones() -> None:
-    """A pass over two rows costs what one over one row costs, and each row more as much again."""
+    """A pass over two rows costs as much as one over one row, and each further row as much again."""
     costs = replace(cheap_draft_costs(0.25), pass_s={1: 8.0, 2: 8.0, 3: 16.0, 4: 24.0, 32: 248.0})
     other = OtherModel(quick_runtime("llama", seed=9))
     settings = AdaptiveSettings(lookup=False, max_draft_length=1)
@@ -104,7 +104,7 @@ def test_second_candidate_pays_for_the_row_behind_the_first_ones() -> None:
 
 
 def test_text_saves_passes_of_the_draft() -> None:
-    """Where the text repeats itself, one pass of the draft checks several of its tokens."""
+    """In repetitive text, one pass of the draft checks several tokens."""
     with_text, alone = adaptive(), adaptive(lookup=False)
     for method in (with_text, alone):
         run(method, REPEATING)
@@ -148,7 +148,7 @@ def test_text_is_learnt_once_where_several_requests_are_gone_on_with() -> None:
 
 
 class DeepCosts:
-    """Costs of contexts that are `depth` tokens longer than those that are decoded here."""
+    """Costs of contexts that are `depth` tokens longer than the decoded ones."""
 
     def __init__(self, costs: ObservedCosts) -> None:
         self.costs, self.depth = costs, 0
@@ -164,14 +164,14 @@ WEIGHTS = replace(cheap_draft_costs(), pass_s={1: 0.07, 2: 0.071, 4: 0.074, 8: 0
 
 
 def pass_s(n_rows: int, depth: int, shared: float, of_row: float) -> float:
-    """Seconds of a pass: its weights, and per 1,000 slots what all rows share and what each row takes."""
+    """Return the seconds of a pass: its weights, and per 1,000 slots a shared part and a part of each row."""
     return WEIGHTS.target_pass_s(n_rows) + depth / 1000 * (shared + n_rows * of_row)
 
 
 def deep_speedups(shared: float, of_row: float, wrong: float, depths: list[int]) -> list[float]:
-    """Plain seconds / seconds with drafts of requests at these depths, one after the other, after two plain rounds.
+    """Return plain seconds ÷ drafted seconds of consecutive requests at these depths, after two plain rounds.
 
-    Their answers come again with a share `wrong` of the tokens changed. Costs were measured at 512 tokens.
+    Their answers are repeated with a share `wrong` of changed tokens. Costs were measured at 512 tokens.
     """
     measured = {n: pass_s(n, 512, shared, of_row) for n in WEIGHTS.pass_s}
     costs = DeepCosts(ObservedCosts(replace(WEIGHTS, pass_s=measured, context_bucket=512)))
@@ -208,7 +208,7 @@ def deep_speedups(shared: float, of_row: float, wrong: float, depths: list[int])
 
 @pytest.mark.parametrize(("shared", "of_row"), [(0.0025, 0.0025), (0.0, 0.005), (0.001, 0.015)])
 def test_drafts_are_at_no_depth_slower_than_plain_beyond_what_finding_out_costs(shared: float, of_row: float) -> None:
-    """Half of what is drafted from is wrong, and a row costs as much as at depth 0, or its own attention."""
+    """Half of the tokens are wrong, and a row costs as much as at depth 0, or its own attention."""
     for depth in (0, 8_000, 24_000):
         first, *later = deep_speedups(shared, of_row, 0.5, [depth] * 4)
         assert first > 0.95 and sum(later) / len(later) > 0.97, depth

@@ -1,4 +1,4 @@
-"""Every route of the HTTP API, with the app in this process."""
+"""Every route of the HTTP API; the app runs in this process."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def finished(index: int) -> PromptFinished:
 # --- layer sets
 
 
-def test_lookup_answers_with_the_object_of_every_front_door(client: TestClient, store: Store) -> None:
+def test_lookup_returns_the_same_object_as_commands_and_library(client: TestClient, store: Store) -> None:
     values = client.get(LOOKUP).json()
     stored = store.layer_set(MODEL, TASK, 1)
     assert values["layer_set"] == json.loads(json.dumps(stored.to_json()))
@@ -78,7 +78,7 @@ def test_lookup_with_a_known_etag_answers_304(client: TestClient) -> None:
     assert client.get(LOOKUP, headers={"If-None-Match": '"other"'}).status_code == 200
 
 
-def test_lookup_of_a_version_gives_it_whatever_the_alias_means(client: TestClient, store: Store) -> None:
+def test_lookup_of_a_version_ignores_aliases(client: TestClient, store: Store) -> None:
     store.add_layer_set(replace(RECORD, verdict="plain"))
     found = client.get(LOOKUP, params={"version": 1}).json()
     assert (found["version"], found["alias"]) == (1, None)
@@ -86,7 +86,7 @@ def test_lookup_of_a_version_gives_it_whatever_the_alias_means(client: TestClien
     assert "stored are 1, 2" in problem(client.get(LOOKUP, params={"version": 7}), 404, "layer-set-not-found")
 
 
-def test_lookup_says_what_it_fell_back_to(client: TestClient, store: Store) -> None:
+def test_lookup_names_its_fallback(client: TestClient, store: Store) -> None:
     store.add_layer_set(replace(RECORD, task="default"))
     assert client.get("/v1/layer-sets/org%2Ftiny/other").json()["fallback"] == "model default"
 
@@ -111,7 +111,7 @@ def test_batch_gives_each_query_its_answer_or_problem(client: TestClient) -> Non
     assert values["answers"][1]["type"] == "urn:swiftopt:problem:layer-set-not-found"
 
 
-def test_batch_has_a_largest_size(client: TestClient) -> None:
+def test_size_of_a_batch_is_limited(client: TestClient) -> None:
     body = {"queries": [{"model": "m", "task": "t"}] * 1000}
     assert len(client.post("/v1/layer-sets:lookup", json=body).json()["answers"]) == 1000
     body["queries"].append({"model": "m", "task": "t"})
@@ -152,7 +152,7 @@ def test_idempotency_key_belongs_to_one_submission(client: TestClient) -> None:
     problem(client.post("/v1/jobs", json=submission(), headers={"Idempotency-Key": "a b"}), 422, "invalid-input")
 
 
-def test_jobs_are_listed_by_state_and_steered(client: TestClient) -> None:
+def test_jobs_are_listed_by_state_and_controlled(client: TestClient) -> None:
     job = client.post("/v1/jobs", json=submission()).json()["id"]
     for verb, state in (("pause", "paused"), ("resume", "queued"), ("cancel", "cancelled"), ("retry", "queued")):
         assert client.post(f"/v1/jobs/{job}/{verb}").json()["state"] == state
@@ -207,7 +207,7 @@ def test_events_end_with_the_job(client: TestClient, store: Store) -> None:
     assert found[-2][1:] == (None, {"type": "progress", "tokens": 3}) and found[2][2]["phase"] == "load"
 
 
-def test_events_go_on_behind_the_last_one_seen(client: TestClient, store: Store) -> None:
+def test_events_continue_after_the_last_one_seen(client: TestClient, store: Store) -> None:
     job = ended_job(client, store)
     with client.stream("GET", f"/v1/jobs/{job}/events") as answer:
         whole = sse(answer.iter_lines())
@@ -233,13 +233,13 @@ def test_events_can_be_read_as_pages(client: TestClient, store: Store) -> None:
 # --- health, metrics, errors of ours
 
 
-def test_health_tells_database_migrations_and_redis(client: TestClient) -> None:
+def test_health_reports_database_migrations_and_redis(client: TestClient) -> None:
     assert client.get("/livez").json() == {"status": "ok"}
     ready = {"status": "ok", "database": "ok", "migrations": "ok", "redis": "not configured", "engines": {}}
     assert client.get("/readyz").json() == client.get("/health").json() == {**ready, "storage": "ok"}
 
 
-def test_redis_away_leaves_lookups_and_submissions(store: Store, tmp_path: Path) -> None:
+def test_lookups_and_submissions_work_without_redis(store: Store, tmp_path: Path) -> None:
     queue = RedisQueue(f"unix://{tmp_path}/none.sock")
     with client_of(store, queue=queue) as client:
         ready = client.get("/readyz")
@@ -279,7 +279,7 @@ def test_metrics_have_the_names_of_speculative_decoding(client: TestClient, stor
     assert 'swiftopt_job_attempts_total{outcome="started"} 1.0' in text and job not in text
 
 
-def test_unexpected_error_tells_nothing_of_the_inside(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unexpected_error_reveals_no_internals(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: object) -> None:
         raise RuntimeError("inside")
 
@@ -290,7 +290,7 @@ def test_unexpected_error_tells_nothing_of_the_inside(store: Store, monkeypatch:
         assert "inside" not in answer.text
 
 
-def test_equal_lookups_at_once_are_one_query(store: Store) -> None:
+def test_concurrent_equal_lookups_are_one_query(store: Store) -> None:
     import asyncio
 
     asked: list[LookupQuery] = []
@@ -339,7 +339,7 @@ def test_models_that_are_looked_up_once_are_forgotten(monkeypatch: pytest.Monkey
     asyncio.run(ask())
 
 
-def test_no_lookup_waits_while_the_states_of_all_models_are_read_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lookups_do_not_wait_for_the_states_of_all_models(monkeypatch: pytest.MonkeyPatch) -> None:
     import asyncio
 
     monkeypatch.setattr("swiftopt.server.lookups.FRESH_S", 0.0)
@@ -384,7 +384,7 @@ def test_no_lookup_waits_while_the_states_of_all_models_are_read_at_once(monkeyp
 
 
 def selects_of(store: Store) -> list[str]:
-    """What the store reads from now on, a statement each."""
+    """Record the SELECT statements of the store from now on."""
     statements: list[str] = []
 
     def note(*values: Any) -> None:
@@ -395,7 +395,7 @@ def selects_of(store: Store) -> list[str]:
     return statements
 
 
-def test_answer_is_found_again_only_once_its_model_has_changed(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lookup_is_repeated_only_after_a_change_of_its_model(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     for age in ("FRESH_S", "LONGEST_S"):  # every answer is too old at once
         monkeypatch.setattr(f"swiftopt.server.lookups.{age}", 0.0)
     statements = selects_of(store)
@@ -419,7 +419,7 @@ def test_answer_is_found_again_only_once_its_model_has_changed(store: Store, mon
         assert client.get(absent).json()["fallback"] == "model default"
 
 
-def test_many_lookups_of_a_model_are_few_queries_and_each_has_its_own_answer(store: Store) -> None:
+def test_many_lookups_of_a_model_need_few_queries(store: Store) -> None:
     statements = selects_of(store)
     tasks = [f"task-{n}" for n in range(64)]
     for task in tasks[:40]:
@@ -443,8 +443,6 @@ def test_many_lookups_of_a_model_are_few_queries_and_each_has_its_own_answer(sto
         ("/v1/embeddings", "/openapi.json lists all routes"),
     ],
 )
-def test_route_without_v1_or_with_two_is_answered_with_the_one_that_exists(
-    client: TestClient, path: str, meant: str
-) -> None:
+def test_wrong_prefix_of_a_route_is_answered_with_the_right_one(client: TestClient, path: str, meant: str) -> None:
     answer = client.get(path)
     assert answer.status_code == 404 and f"there is nothing at this address: {meant}" in answer.text

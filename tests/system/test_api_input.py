@@ -1,4 +1,4 @@
-"""Bad and hostile input over HTTP: every answer is a problem in one sentence, and nothing is stored."""
+"""Bad and hostile input over HTTP: every response is a problem of one sentence, and nothing is stored."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def store(sqlite_url: str) -> Iterator[Store]:
 
 @pytest.fixture(scope="module")
 def client(schema_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestClient]:
-    """One for all tests whose input is refused: none of them leaves anything in its database."""
+    """Return a client for all tests with refused input, which leaves nothing in the database."""
     file = shutil.copy(schema_file, tmp_path_factory.mktemp("refusing"))
     with filled(str(file)) as opened, client_of(opened) as refusing:
         yield refusing
@@ -107,7 +107,7 @@ def test_stream_is_named_under_a_folder(store: Store, folder: Path) -> None:
     ["../secret.jsonl", "deep/../../secret.jsonl", "/etc/passwd", "out.jsonl", "up/secret.jsonl", "deep", ".", "pipe",
      "loop", "a\0b", "large.jsonl", "x" * 400, "..\\secret.jsonl", "", "a\nb", "binary.jsonl"],
 )  # fmt: skip
-def test_stream_name_that_leads_elsewhere_is_refused(store: Store, folder: Path, name: str) -> None:
+def test_stream_name_outside_the_folder_is_refused(store: Store, folder: Path, name: str) -> None:
     with with_folder(store, folder) as client:
         answer = client.post("/v1/jobs", json=submission() | {"stream": {"name": name}})
         assert answer.status_code in (404, 422), answer.text
@@ -152,15 +152,13 @@ def test_wrong_value_in_a_job_is_refused_in_a_sentence(client: TestClient, chang
         ("/requests?model=%00", r"query.model is '\x00': use a text without control characters"),
     ],
 )
-def test_wrong_parameter_of_an_address_is_told_without_the_words_of_a_parser(
-    client: TestClient, address: str, words: str
-) -> None:
+def test_wrong_parameter_is_reported_in_plain_words(client: TestClient, address: str, words: str) -> None:
     answer = client.get(address)
     assert answer.status_code == 422 and words in unescape(answer.text)
 
 
 @pytest.mark.parametrize("text", ["", "{", "[1", "nul", '{"a": 1}}', "\xff", "[" * 200_000, "1" * 5000])
-def test_body_that_is_no_json_is_refused(client: TestClient, text: str) -> None:
+def test_body_that_is_not_json_is_refused(client: TestClient, text: str) -> None:
     headers = {"Content-Type": "application/json"}
     answer = client.post("/v1/jobs", content=text.encode("latin-1"), headers=headers)
     assert answer.status_code in (400, 422) and answer.headers["content-type"] == "application/problem+json"
@@ -185,7 +183,7 @@ def test_other_routes_methods_and_media_types_are_problems(client: TestClient) -
     problem(client.post("/v1/streams", content="{}"), 415, "unsupported-media-type")
 
 
-def test_names_that_no_database_stores_are_refused(database_url: str) -> None:
+def test_names_that_databases_cannot_store_are_refused(database_url: str) -> None:
     with filled(database_url) as store, client_of(store) as client:
         for path in ("/v1/layer-sets/a%00b/c", "/v1/layer-sets?model=%00", "/v1/jobs/%00", LOOKUP + "?alias=%0A"):
             problem(client.get(path), 422, "invalid-input")
@@ -242,7 +240,7 @@ def test_pages_of_all_origins_can_be_allowed_and_none_are_by_default(client: Tes
 @pytest.mark.parametrize(
     "origin", ["chat.example", "null", "https://", "https://chat.example/", "http://a b", "http://u@a"]
 )
-def test_origin_that_no_browser_sends_is_refused(origin: str) -> None:
+def test_invalid_origin_is_refused(origin: str) -> None:
     with pytest.raises(SettingsError, match=r"is not an origin: use .*https://chat\.example\.org") as error:
         allowed_origins([origin])
     assert origin in str(error.value)
@@ -276,8 +274,8 @@ def test_rate_recovers_with_time_and_callers_do_not_share_it(monkeypatch: pytest
 
 
 @pytest.mark.parametrize("n", [90, 500])
-def test_what_is_counted_is_given_up_to_the_limit_and_a_little_beyond(n: int) -> None:
-    """One that asks when it has something left gets what it asks for, and then waits until the next minute at most."""
+def test_counted_limit_may_be_exceeded_by_one_request(n: int) -> None:
+    """A caller with a remaining budget gets its whole request, and then waits at most until the next minute."""
     rate = RateLimit(100, counted=True)
     assert rate.wait_s("a") == 0
     rate.spend("a", n)

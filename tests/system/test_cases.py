@@ -1,9 +1,9 @@
-"""The requests of `tests/cases/*.json` to a real server, each with what its answer has to be.
+"""The requests of `tests/cases/*.json` to a real server, with their expected answers.
 
-A file is an object of cases by name. A case has a `path`, a `body`, and what is `expected`: by the keys that `read`
-returns, a value or a JSON schema. `also` asks the same in other forms: "stream", "responses", "responses stream". A
-body gets the model's name; without a `temperature` the model of bytes writes at random, and SmolLM2 greedily. JSON that
-has not been cut satisfies the schema that asks for it, in every case.
+A file is an object of cases by name. A case has a `path`, a `body`, and `expected`: a value or a JSON schema for keys
+that `read` returns. `also` repeats it in other forms: "stream", "responses", "responses stream". The model's name is
+added to a body; without a `temperature` the model of bytes samples, and SmolLM2 decodes greedily. In every case, JSON
+that was not truncated satisfies the requested schema.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ OTHER_FORMS = [
 
 @pytest.fixture(scope="module")
 def server_of(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
-    """The server of a model, which starts with the first test that asks for it."""
+    """Return the server of a model, which starts with the first test that needs it."""
     with ExitStack() as running:
 
         @cache
@@ -87,7 +87,7 @@ def test_other_forms_of_the_answer_say_the_same(
 
 
 def check(served: Served, name: str, case: Mapping[str, Any], form: str) -> None:
-    """Ask for a case's answer in a form, and compare it with what the case expects."""
+    """Send a case in a form, and compare the answer with the expected one."""
     path, body = case["path"], {**SAMPLING[name], **case["body"], "model": name}
     if "responses" in form:
         path, body = "/v1/responses", as_response(body)
@@ -102,7 +102,7 @@ def check(served: Served, name: str, case: Mapping[str, Any], form: str) -> None
 
 
 def check_json(body: Mapping[str, Any], answer: Mapping[str, Any]) -> None:
-    """Check the text by the schema that asks for it, and the calls that had to be made by their parameters."""
+    """Check the text by its schema, and the required calls by their parameters."""
     form = body.get("response_format", {}).get("json_schema") or body.get("text", {}).get("format", {})
     if "schema" in form and form.get("strict") is not False:
         Draft202012Validator(form["schema"]).validate(answer["json"])
@@ -128,7 +128,7 @@ def test_tokenize_counts_what_the_same_body_reads(server_of: Servers, name: str,
 
 
 def as_response(chat: Mapping[str, Any]) -> dict[str, Any]:
-    """A chat in the form of Responses."""
+    """Return a chat in the form of Responses."""
     body = {**chat, "input": chat["messages"], "max_output_tokens": chat.get("max_tokens")}
     form, choice = chat.get("response_format"), chat.get("tool_choice")
     if form is not None:
@@ -140,11 +140,10 @@ def as_response(chat: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read(response: httpx2.Response) -> dict[str, Any]:
-    """What an answer says, by one key in all forms.
+    """Return the parts of an answer by keys that are the same in all forms.
 
-    Its `status`, the fields that were `ignored`, and its `error` with its parts (`error.code`); or its `text`, the same
-    as `json`, its `finish_reason`, its `calls`, and the `name` and `arguments` of the first; beside it the `answer` as
-    it came.
+    They are its `status`, the `ignored` fields, and its `error` with its parts (`error.code`); or its `text`, the text
+    as `json`, its `finish_reason`, its `calls`, and the `name` and `arguments` of the first; and the original `answer`.
     """
     ignored = response.headers.get("x-swiftopt-ignored")
     told = {"status": response.status_code, "ignored": ignored.split(", ") if ignored else []}
@@ -182,7 +181,7 @@ def of_response(whole: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def call_of(function: Mapping[str, Any]) -> dict[str, Any]:
-    """A call's name and arguments, these read where they are JSON."""
+    """Return a call's name and arguments, parsed if they are JSON."""
     arguments = function["arguments"]
     with suppress(ValueError):
         arguments = json.loads(arguments)
@@ -190,7 +189,7 @@ def call_of(function: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def whole_of(events: list[Any]) -> dict[str, Any]:
-    """The whole answer that a stream is in pieces, that of a completion as a chat."""
+    """Join a stream to the whole answer; a completion becomes a chat's answer."""
     if events[-1].get("type", "").startswith("response."):
         return dict(events[-1]["response"])
     text, reason, calls = "", None, list[dict[str, str]]()

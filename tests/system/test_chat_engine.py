@@ -32,7 +32,7 @@ def told(capsys: pytest.CaptureFixture[str]) -> list[str]:
     return [line for line in capsys.readouterr().err.splitlines() if not line.startswith("load: ")]
 
 
-def test_turns_are_answered_with_all_before_them(
+def test_turns_are_answered_with_the_whole_chat(
     folder: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     n_read: list[int] = []
@@ -68,7 +68,7 @@ def test_text_grows_to_stdout_and_figures_go_to_stderr(folder: str, capsys: pyte
     assert err.splitlines()[-1].startswith("[12 tokens, ") and "truncated: raise --max-new-tokens" in err
 
 
-def test_what_is_stored_for_the_task_is_looked_for_and_told_behind_the_answer(
+def test_stored_plan_of_the_task_is_used_and_shown_after_the_answer(
     folder: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("sys.stderr", sys.stdout)  # as a terminal shows both

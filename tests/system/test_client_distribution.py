@@ -92,7 +92,7 @@ def dependencies() -> list[str]:
     return named
 
 
-def test_client_alone_asks_a_server(wheel: Path, tmp_path: Path) -> None:
+def test_client_alone_can_use_a_server(wheel: Path, tmp_path: Path) -> None:
     database = str(tmp_path / "a.db")
     filled(database).close()
     allowed = ",".join(sorted(closure(dependencies())))

@@ -1,4 +1,4 @@
-"""Copies of slots in 4 bits, which drafts in long contexts read: what they hold, who reads them, what they cost."""
+"""4-bit copies of slots, which drafts in long contexts read: their values, their readers and their cost."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def short_contexts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def odd_keys(buffer: KVBuffer) -> None:
-    """Fill a buffer with keys whose channels differ by orders of magnitude, as those of a real model do."""
+    """Fill a buffer with keys whose channels differ by orders of magnitude, as in a real model."""
     generator = torch.Generator().manual_seed(1)
 
     def normal(*shape: int) -> Tensor:
@@ -62,14 +62,14 @@ def odd_keys(buffer: KVBuffer) -> None:
 
 
 def numbers_of(part: Tensor, n_in: int, n_out: int) -> Tensor:
-    """Return the numbers (n_out, n_in) of codes of 4 bits: a line has 8 inputs of 16 outputs."""
+    """Return the values (n_out, n_in) of 4-bit codes; a line has 8 inputs of 16 outputs."""
     lines = part.view(n_out // 16, n_in // 8, 16, 4)
     eight = torch.cat((lines & 15, lines >> 4), dim=3)
     return eight.transpose(1, 2).reshape(n_out, n_in).double() - 8
 
 
 def decoded(copies: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """Return the keys and values (slots, width) that one head's units, of a float32 model, stand for."""
+    """Return the keys and values (slots, width) of one head's units in a float32 model."""
     found: tuple[list[Tensor], list[Tensor]] = [], []
     for unit in copies:
         for of_values, half in enumerate(unit.view(2, UNIT // PIECE, -1)):
@@ -97,8 +97,8 @@ def drafted(runtime: Runtime, rows: Rows, buffer: KVBuffer) -> Tensor:
 
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("width", [32, 96])
-def test_rows_read_what_the_copies_stand_for(level: str, width: int) -> None:
-    """Against torch in float64 on keys and values that the copies of the float32 model stand for."""
+def test_rows_read_the_values_of_the_copies(level: str, width: int) -> None:
+    """Compared with torch in float64 on the values of the copies."""
     n, ids = 1100, words(1, 5)
     library()
     exact, size = tiny_runtime("llama", torch.float64, head_dim=width, **SHAPE), 1110
@@ -128,7 +128,7 @@ def test_rows_read_what_the_copies_stand_for(level: str, width: int) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("level", LEVELS)
 def test_codes_are_the_nearest_numbers_of_their_channel(level: str, dtype: torch.dtype) -> None:
-    """To the bit, for keys whose channels differ by orders of magnitude."""
+    """They are bitwise equal, for keys whose channels differ by orders of magnitude."""
     width = 96
     runtime = tiny_runtime("llama", dtype, head_dim=width, **SHAPE)
     runtime.native = NativePasses(runtime, library(level))
@@ -159,7 +159,7 @@ def runtime() -> Runtime:
     return native_runtime("llama", head_dim=32, max_position_embeddings=2048)
 
 
-def test_row_of_a_draft_has_its_bits_whatever_is_beside_it(runtime: Runtime) -> None:
+def test_row_of_a_draft_has_the_same_bits_beside_any_rows(runtime: Runtime) -> None:
     n, ids, parents = 1100, words(1, 7), [-1, 0, 0, 2, 1, 3, 3]
     buffers = [runtime.new_buffer(1120) for _ in range(2)]
     for buffer in buffers:
@@ -182,7 +182,7 @@ def test_row_of_a_draft_has_its_bits_whatever_is_beside_it(runtime: Runtime) -> 
     assert not torch.equal(runtime.forward(Rows(ids, n), buffers[0]), chain)
 
 
-def test_slots_that_are_written_again_are_copied_again(runtime: Runtime) -> None:
+def test_rewritten_slots_are_copied_again(runtime: Runtime) -> None:
     ids, buffer, fresh = words(2, 1200), runtime.new_buffer(1200), runtime.new_buffer(1200)
     runtime.prefill(words(3, 1200), buffer)
     copies = coded(runtime, buffer, 1200)
@@ -212,7 +212,7 @@ def test_many_slots_are_copied_before_several_drafts(runtime: Runtime, monkeypat
 
 @pytest.fixture
 def drafts_in_full(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The copies, in slots, that each draft pass of the test reads."""
+    """Record the number of copied slots that each draft pass reads."""
     read, forward = list[int](), Runtime.forward_together
 
     def noting(self: Runtime, passes: Sequence[Pass]) -> list[Tensor]:
@@ -238,7 +238,7 @@ def ask(engine: Engine, runtime: Runtime, ids: Sequence[int], method: Method, n_
 def test_drafts_that_read_copies_change_no_token(
     runtime: Runtime, drafts_in_full: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With side leaves, behind kept prefixes, in buffers that grow, and where memory lets texts go."""
+    """With side leaves, after kept prefixes, in growing buffers, and when texts are evicted."""
     monkeypatch.setattr("swiftopt.decoding.loop.FIRST_NEW_SLOTS", 4)
     text = words(4, 1000)
     prompts = [text, [*text, *words(5, 30)], words(6, 700), [*text[:640], *words(7, 20)], text]
@@ -279,8 +279,8 @@ def test_short_contexts_have_no_copies(runtime: Runtime, drafts_in_full: list[in
     "family",
     [pytest.param(name, marks=pytest.mark.families) for name in ("gemma3", "gemma4_text", "gpt2", "qwen3_next")],
 )
-def test_layers_with_windows_or_states_are_left_out(family: str) -> None:
-    """Those that read another layer's slots read its copies."""
+def test_layers_with_windows_or_states_have_no_copies(family: str) -> None:
+    """Layers that share another layer's slots read its copies."""
     runtime = native_runtime(family, max_position_embeddings=2048)
     coding = coding_of(runtime, 1024)
     full = [b for b in runtime.blocks if b.has_attention and b.window is None and b.heads.width % 32 == 0]
@@ -312,7 +312,7 @@ SLOT_S, COPIED_SLOT_S, REST_S = 1e-5, 2e-6, 1e-2  # Of each layer's attention, a
 
 @pytest.fixture
 def slots_take_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Passes take the time of the slots that their attentions read, of copies less, by no clock."""
+    """Let passes take made-up seconds by the slots that their attentions read, fewer for copies."""
     taken, forward = list[float](), Runtime.forward_together
 
     def noting(self: Runtime, passes: Sequence[Pass]) -> list[Tensor]:
@@ -335,7 +335,7 @@ def slots_take_time(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("context", [512, 1024])
 def test_drafts_are_measured_as_they_read_long_contexts(context: int, runtime: Runtime, slots_take_time: None) -> None:
-    """A draft in few bits, and one with the model's weights; the target reads all slots."""
+    """A draft in few bits, and one with the model's weights. The target reads all slots."""
     profile = costs.measure_format(runtime, costs.measure_costs(runtime, context), "int4")
     slot_s = COPIED_SLOT_S if context > LEAST else SLOT_S
     n = runtime.n_layers
@@ -345,8 +345,8 @@ def test_drafts_are_measured_as_they_read_long_contexts(context: int, runtime: R
     assert profile.draft_pass_s(skips) == pytest.approx(REST_S + (n - 1) * context * slot_s)
 
 
-def test_prices_of_drafts_know_what_copies_take(runtime: Runtime) -> None:
-    """A piece of 128 slots has 4 bits a number, a step and a middle of 16 bits for each channel."""
+def test_prices_of_drafts_include_reading_copies(runtime: Runtime) -> None:
+    """128 slots have 4 bits per value, and a step and a middle of 16 bits per channel."""
     n_bits = {torch.bfloat16: 16, torch.float32: 32}[runtime.dtype]
     assert costs.slot_copies(runtime) == SlotCopies(LEAST, pytest.approx((4 + 2 * 16 / 128) / n_bits))
     short = native_runtime("llama", head_dim=32, max_position_embeddings=LEAST - 1)

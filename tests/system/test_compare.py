@@ -32,7 +32,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A working folder with a database and a stream; what is missing is made very briefly."""
+    """Make a working folder with a database and a stream, in which parts are trained only briefly."""
     monkeypatch.setattr(recipes, "SWIFT_S", 0.5)
     for name in ("SELF_SD_S", "HEADS_S", "PROBE_S"):
         monkeypatch.setattr(parts, name, 0.5)
@@ -53,7 +53,7 @@ def compare(capsys: pytest.CaptureFixture[str], *args: str, expect: int = 0) -> 
     return report
 
 
-def test_all_methods_run_and_the_lossless_ones_say_what_plain_says(
+def test_all_methods_run_and_lossless_ones_give_plain_tokens(
     tiny: str, home: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     report = compare(capsys, "--model", tiny, "--methods", "all,hf-plain,hf-lookup", "--png", "c.png")
@@ -78,7 +78,7 @@ def test_all_methods_run_and_the_lossless_ones_say_what_plain_says(
         assert kept["report"]["results"] == report["results"]
 
 
-def test_time_is_estimated_before_anything_is_made_and_told_once_per_prompt(
+def test_time_is_estimated_first_and_then_once_per_prompt(
     tiny: str, home: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert (
@@ -92,15 +92,13 @@ def test_time_is_estimated_before_anything_is_made_and_told_once_per_prompt(
     assert [line for line in told if "prompts done" in line] == done
 
 
-def test_what_was_made_is_found_the_next_time(tiny: str, home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_made_parts_are_reused(tiny: str, home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     first = compare(capsys, "--model", tiny, "--methods", "swift,adadecode")
     again = compare(capsys, "--model", tiny, "--methods", "swift,adadecode")
     assert [made["piece"] for made in first["made"]] == ["layer set", "heads"] and again["made"] == []
 
 
-def test_nothing_is_kept_where_nothing_is_to_be_stored(
-    tiny: str, home: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_nothing_is_stored_with_no_store(tiny: str, home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     report = compare(capsys, "--model", tiny, "--methods", "spd", "--no-store", "--set", "spd.max_draft_length=2")
     (row,) = [row for row in report["results"] if row["method"] == "spd"]
     assert row["settings"]["max_draft_length"] == 2 and not report["stored"]
@@ -142,7 +140,7 @@ def test_sampled_requests_compare_tokens_only_where_the_seed_gives_them(
     assert looked_up["identical"] == looked_up["prompts"] >= 2 and rows["spd"]["identical"] is None
 
 
-def test_a_faster_plan_of_a_method_that_did_not_run_stays(
+def test_faster_plan_of_a_method_that_did_not_run_remains(
     tiny: str, home: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     first = compare(capsys, "--model", tiny, "--methods", "plain")
@@ -159,7 +157,7 @@ def test_a_faster_plan_of_a_method_that_did_not_run_stays(
         assert store.lookup(tiny, "notes", **where).plan.measured_speedup != 99.0
 
 
-def test_ctrl_c_shows_what_is_finished_and_makes_no_plan(
+def test_ctrl_c_shows_finished_methods_and_makes_no_plan(
     tiny: str, home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from swiftopt.cli import compare as command
@@ -253,10 +251,8 @@ def test_samples_of_greedy_decoding_are_refused(tiny: str, home: Path, capsys: p
 
 
 @pytest.mark.usefixtures("rough_costs")
-def test_completions_that_are_tuned_on_end_at_stop_strings(
-    tiny: str, home: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """What lies behind a text's end is not what the search should learn from."""
+def test_tuned_completions_end_at_stop_strings(tiny: str, home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The search must not learn from text after the end of a completion."""
     for options, ends in (((), "length"), (("--stop", " "), "stop_string")):
         words = ("--stream", "notes.jsonl", "--out", f"{ends}.jsonl", "--no-optimise", *TOKENS, *options)
         assert run(["tune", "--model", tiny, *words, "--json"]) == 0, capsys.readouterr().err

@@ -73,7 +73,7 @@ def figures(rounds: Sequence[Round]) -> list[tuple[int, int, int]]:
 
 @pytest.mark.parametrize("draft_format", ["stored", "int4"])
 @pytest.mark.parametrize("sampling", [HOT, Sampling()], ids=["hot", "greedy"])
-def test_answer_that_comes_again_saves_passes_and_keeps_every_token(draft_format: str, sampling: Sampling) -> None:
+def test_repeated_answer_saves_passes_with_equal_tokens(draft_format: str, sampling: Sampling) -> None:
     corpora, drafts = Corpora(PLENTY), method(draft_format)
     plain, _ = ask(PLAIN, Corpora(0), sampling=sampling)
     done = [ask(drafts, corpora, sampling=sampling) for _ in range(3)]
@@ -87,7 +87,7 @@ def test_answer_that_comes_again_saves_passes_and_keeps_every_token(draft_format
         assert draft_format != "stored" or drafted_from(again[1][1], "corpus") > 0.6 * N_NEW
 
 
-def test_one_token_changed_costs_the_drafts_around_it_only() -> None:
+def test_changed_token_affects_only_the_drafts_around_it() -> None:
     corpora, drafts = Corpora(PLENTY), method()
     plain, _ = ask(PLAIN, Corpora(0))
     changed = [*plain.token_ids[:40], (plain.token_ids[40] + 1) % VOCAB, *plain.token_ids[41:]]
@@ -98,7 +98,7 @@ def test_one_token_changed_costs_the_drafts_around_it_only() -> None:
 
 
 @pytest.mark.parametrize(("salt", "task"), [("other:", "code"), ("ci:other", "code"), ("ci:", "chat")])
-def test_neither_drafts_nor_rounds_carry_anothers_text(salt: str, task: str) -> None:
+def test_drafts_and_rounds_reveal_no_other_text(salt: str, task: str) -> None:
     """A request runs the very passes that it would run if the other's answers had never been kept."""
     taken = []
     for corpora in (Corpora(PLENTY), Corpora(0)):
@@ -111,7 +111,7 @@ def test_neither_drafts_nor_rounds_carry_anothers_text(salt: str, task: str) -> 
     assert taken[0] == taken[1]
 
 
-def test_junk_in_a_corpus_costs_no_more_than_finding_that_out() -> None:
+def test_misleading_answers_soon_stop_being_drafted() -> None:
     """Answers that agree with the text for some tokens and then never: drafts of them stop by their hit rates."""
     rng = random.Random(5)
     prompts = [[rng.randrange(2, VOCAB) for _ in range(5)] for _ in range(6)]

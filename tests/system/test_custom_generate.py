@@ -1,4 +1,4 @@
-"""transformers users change one argument, and get the same tokens."""
+"""`custom_generate` for users of transformers: one argument changes, and the tokens stay the same."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ OURS = {"custom_generate": swiftopt.custom_generate, "layer_set": LAYERS, "swift
 def both(
     model: Any, inputs: torch.Tensor, make: Callable[[], dict[str, Any]] = dict, **options: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Plain decoding and ours; `make` gives each options of its own, which keep a state."""
+    """Return the tokens of transformers and of swiftopt; `make` returns new options for each, as they keep a state."""
     options = {"attention_mask": torch.ones_like(inputs), "max_new_tokens": 30, **options}
     plain = model.generate(inputs, **options, **make())
     return plain, model.generate(inputs, **options, **make(), **OURS)
@@ -58,7 +58,7 @@ def test_custom_generate_equals_generate(family: str) -> None:
 
 
 class NoRepeat(LogitsProcessor):
-    """Forbids the two latest tokens: depends on the ids, so it must see each tree row's own."""
+    """Forbids the two latest tokens, so it must get the ids of each row of a tree."""
 
     def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
         return scores.index_fill(1, input_ids[0, -2:], float("-inf"))  # type: ignore[return-value]
@@ -72,7 +72,7 @@ def test_logits_processors_apply_per_tree_row() -> None:
 
 
 class Rotating(LogitsProcessor):
-    """Forbids, in place, 40 tokens that depend on how often it was called, and notes the lengths that it has seen."""
+    """Forbids, in place, 40 tokens that depend on the number of calls, and records the lengths of its inputs."""
 
     def __init__(self, lengths: list[int] | None = None) -> None:
         self.lengths = [] if lengths is None else lengths
@@ -99,7 +99,7 @@ SYNTHID = SynthIDTextWatermarkingConfig(ngram_len=3, keys=[654, 400, 836], conte
         {"logits_processor": LogitsProcessorList([Rotating()])},
     ],
 )
-def test_ids_are_those_of_generate_when_a_processor_depends_on_its_calls(options: dict[str, Any]) -> None:
+def test_ids_equal_generates_if_a_processor_depends_on_its_calls(options: dict[str, Any]) -> None:
     model = tiny_model("llama")
     plain, ours = both(model, prompt(), lambda: copy.deepcopy(options), do_sample=False)
     assert plain.tolist() == ours.tolist() != both(model, prompt(), do_sample=False)[0].tolist()
@@ -141,10 +141,10 @@ def test_tokens_are_streamed_by_callback() -> None:
 
 @pytest.mark.parametrize("min_p", [pytest.param(0.0, marks=pytest.mark.families), 0.3])
 def test_sampling_preserves_the_target_distribution(min_p: float) -> None:
-    """The whole pipeline at temperature 1.3 with top-k, and min-p: 300 seeded samples against exact probabilities.
+    """300 seeded samples of two tokens at temperature 1.3, with top-k and with min-p, fit the exact probabilities.
 
-    Two tokens each; chi-square over their joint, bins below 5 expected counts merged; the bound is the 1 - 1e-4
-    quantile, so a correct sampler fails one seed in 10,000, and the seeds are fixed.
+    Chi-square over the pairs of tokens, with bins below 5 expected counts merged. The bound is the 1 - 1e-4 quantile,
+    so a correct sampler fails one seed in 10,000; the seeds are fixed.
     """
     from scipy.stats import chi2
 
@@ -187,7 +187,7 @@ def test_sampling_preserves_the_target_distribution(min_p: float) -> None:
     assert statistic < chi2.ppf(1 - 1e-4, df=len(large))
 
 
-def test_stop_strings_end_the_text_with_the_tokenizer_that_generate_is_given() -> None:
+def test_stop_strings_use_the_tokenizer_given_to_generate() -> None:
     model, tokenizer = tiny_model("llama"), letter_tokenizer()
     full = model.generate(prompt(), max_new_tokens=30, do_sample=False)[0, 9:]
     stop = tokenizer.decode(full[10:12])
@@ -213,7 +213,7 @@ def test_streamer_gets_each_token_and_the_end() -> None:
     assert streamers[0] == streamers[1] == [*plain[0].tolist(), "end"]
 
 
-def test_scores_and_logits_are_those_of_generate() -> None:
+def test_scores_and_logits_equal_those_of_generate() -> None:
     wanted = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
     model = tiny_model("llama")
     plain, ours = both(model, prompt(), do_sample=False, repetition_penalty=1.3, **wanted)
@@ -226,7 +226,7 @@ def test_scores_and_logits_are_those_of_generate() -> None:
 
 
 class Unsure(StoppingCriteria):
-    """Ends a text at its fifth unlikely token, by the scores that it is given."""
+    """Ends a text at its fifth unlikely token, by the given scores."""
 
     def __init__(self) -> None:
         self.n = 0
@@ -239,7 +239,7 @@ class Unsure(StoppingCriteria):
 @pytest.mark.parametrize(
     ("make", "at_least", "less_than"), [(Unsure, 5, 30), (lambda: MaxLengthCriteria(9 + 45), 45, 46)]
 )
-def test_callers_stopping_criteria_end_the_text_where_they_end_generates(
+def test_callers_stopping_criteria_end_the_text_as_in_generate(
     make: Callable[[], StoppingCriteria], at_least: int, less_than: int
 ) -> None:
     wanted = {"return_dict_in_generate": True, "output_scores": True}
@@ -255,7 +255,7 @@ def test_callers_stopping_criteria_end_the_text_where_they_end_generates(
     assert at_least <= texts[1].sequences.shape[1] - 9 < less_than
 
 
-def test_each_field_of_a_generation_config_is_obeyed_refused_or_without_effect_and_in_the_manual() -> None:
+def test_manual_states_what_each_field_of_a_generation_config_does() -> None:
     kinds = [OBEYED, WITHOUT_EFFECT, MODES, frozenset(name for name in REFUSED if "=" not in name)]
     fields = {name for name in vars(GenerationConfig()) if not name.startswith("_")}
     assert fields <= frozenset().union(*kinds)
@@ -290,13 +290,13 @@ PADDED = torch.tensor([[0] + [1] * 8])
         ({"output_hidden_states": True}, "does not take output_hidden_states"),
     ],
 )
-def test_what_is_not_obeyed_is_refused_in_a_sentence(options: dict[str, Any], sentence: str) -> None:
+def test_unsupported_fields_are_refused_in_a_sentence(options: dict[str, Any], sentence: str) -> None:
     given = {"inputs": prompt(), "max_new_tokens": 4, "do_sample": False, **OURS, **options}
     with pytest.raises((SettingsError, InvalidInput), match=sentence):
         tiny_model("llama").generate(**given)
 
 
-def test_a_field_that_a_newer_transformers_adds_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_field_of_a_newer_transformers_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     make = GenerationConfig.__init__
 
     def newer(self: Any, **options: Any) -> None:
@@ -308,7 +308,7 @@ def test_a_field_that_a_newer_transformers_adds_is_refused(monkeypatch: pytest.M
         tiny_model("llama").generate(prompt(), max_new_tokens=4, backwards=True, **OURS)
 
 
-def test_a_model_in_training_mode_is_refused_where_it_drops_values() -> None:
+def test_model_in_training_mode_is_refused_if_it_has_dropout() -> None:
     with pytest.raises(SettingsError, match=r"transformer\.drop drops values at random.*call model\.eval"):
         both(tiny_model("gpt2").train(), prompt(), do_sample=False)
     plain, ours = both(tiny_model("llama").train(), prompt(), do_sample=False)
@@ -316,7 +316,7 @@ def test_a_model_in_training_mode_is_refused_where_it_drops_values() -> None:
 
 
 @pytest.mark.usefixtures("rough_costs")
-def test_set_tuned_for_adaptive_drafts_is_drafted_with_adaptively_and_its_copies_are_made_once(
+def test_set_tuned_for_adaptive_drafting_drafts_adaptively_with_one_copy(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model, inputs = tiny_model("llama"), prompt()
@@ -340,8 +340,8 @@ def test_set_tuned_for_adaptive_drafts_is_drafted_with_adaptively_and_its_copies
     assert ours().tolist() == model.generate(inputs, **options).tolist() != plain.tolist()
 
 
-def test_calls_on_one_model_share_a_runtime_until_its_weights_are_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a GPU graphs are captured, and timed against none, when a runtime is made: seconds."""
+def test_calls_on_one_model_share_a_runtime_until_its_weights_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Making a runtime on a GPU takes seconds, because graphs are captured and timed."""
     made: list[Any] = []
     monkeypatch.setattr(
         transformers_hook, "at_speed", lambda runtime, *args, **options: made.append(weakref.ref(runtime))

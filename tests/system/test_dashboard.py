@@ -1,4 +1,4 @@
-"""The dashboard's pages as a server answers them: log-in, forms, headers, and what they say when something is away."""
+"""The dashboard's pages: log-in, forms, headers, and reports of unreachable services."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def client(store: Store) -> TestClient:
 
 @pytest.fixture
 def keys(tmp_path: Path) -> tuple[str, Path]:
-    """A key, and the file with its entry."""
+    """Return a key, and the file with its entry."""
     key, entry = new_key("ann")
     (tmp_path / "keys").write_text(entry)
     return key, tmp_path / "keys"
@@ -54,7 +54,7 @@ def guarded(store: Store, file: Path) -> TestClient:
 
 
 @pytest.mark.parametrize("address", ADDRESSES)
-def test_page_loads_nothing_from_elsewhere_and_runs_no_script_of_its_own(client: TestClient, address: str) -> None:
+def test_page_loads_nothing_from_other_hosts_and_has_no_inline_script(client: TestClient, address: str) -> None:
     found = client.get(address)
     assert found.status_code == 200 and found.headers["content-type"].startswith("text/html")
     policy = found.headers["content-security-policy"]
@@ -67,7 +67,7 @@ def test_page_loads_nothing_from_elsewhere_and_runs_no_script_of_its_own(client:
 
 
 @pytest.mark.parametrize("address", ADDRESSES)
-def test_page_of_a_server_with_keys_wants_one(store: Store, keys: tuple[str, Path], address: str) -> None:
+def test_page_of_a_server_with_keys_needs_one(store: Store, keys: tuple[str, Path], address: str) -> None:
     client, (key, _) = guarded(store, keys[1]), keys
     found = client.get(address, follow_redirects=False)
     assert (found.status_code, found.headers["location"]) == (303, f"/login?next={address}")
@@ -108,20 +108,20 @@ def test_forms_of_other_sites_and_sessions_are_refused(store: Store, keys: tuple
 
 
 @pytest.mark.parametrize("path", ["//evil.org", "/\\evil.org", "https://evil.org", "/a\nb"])
-def test_log_in_leads_to_this_server_only(store: Store, keys: tuple[str, Path], path: str) -> None:
+def test_log_in_redirects_only_to_this_server(store: Store, keys: tuple[str, Path], path: str) -> None:
     client, (key, _) = guarded(store, keys[1]), keys
     found = client.post("/login", data={"key": key, "next": path}, follow_redirects=False)
     assert found.headers["location"] == "/"
 
 
-def test_key_can_not_be_guessed_for_long(store: Store, keys: tuple[str, Path]) -> None:
+def test_guesses_of_a_key_are_limited(store: Store, keys: tuple[str, Path]) -> None:
     client = guarded(store, keys[1])
     statuses = [client.post("/login", data={"key": str(n)}).status_code for n in range(30)]
     assert statuses[0] == 401 and statuses[-1] == 429
 
 
 def ended(n_tokens: int, drafted: int, accepted: int) -> Completion:
-    """A completion one of whose drafts was accepted as far as it was, and none of as many other rounds drafted."""
+    """Return a completion with one drafted round and plain rounds."""
     return Completion(
         (0,) * n_tokens,
         "",
@@ -138,7 +138,7 @@ def ended(n_tokens: int, drafted: int, accepted: int) -> Completion:
 
 
 @pytest.mark.parametrize("second", [0.0, 0.5, 9.9, 31.0, 59.9])
-def test_now_is_the_last_minute_wherever_the_clocks_minute_is(monkeypatch: pytest.MonkeyPatch, second: float) -> None:
+def test_current_figures_cover_the_last_60_seconds(monkeypatch: pytest.MonkeyPatch, second: float) -> None:
     history = History()
     for ago in range(600, -1, -1):  # ten tokens end every second
         monkeypatch.setattr("time.time", lambda ago=ago: 1_000_020.0 + second - ago)
@@ -195,14 +195,14 @@ def test_traffic_page_shows_figures_without_scripts(store: Store) -> None:
     assert client.get("/traffic?span=" + "x" * 30).status_code == 422
 
 
-def test_vendored_files_are_what_the_list_says() -> None:
+def test_vendored_files_match_their_list() -> None:
     listed = dict(re.findall(r"^(\S+\.(?:js|css))  .*  ([0-9a-f]{64})$", STATIC["VENDORED.txt"].read_text(), re.M))
     assert len(listed) == 4
     for name, sha256 in listed.items():
         assert hashlib.sha256(STATIC[name].read_bytes()).hexdigest() == sha256
 
 
-def test_full_queue_turns_completions_away_and_no_questions() -> None:
+def test_full_queue_refuses_completions_but_answers_questions() -> None:
     engine = EngineProcess(ServedModel("tiny", "tiny", concurrency=1), 1)
     engine.about = READY
     for _ in range(2):
@@ -231,13 +231,13 @@ TYPED = {"prompt": "p", "plan": "", "task": "", "form": "text", "tokens": "5", "
         ({"task": "x" * 10_000}, "task"),
     ],
 )
-def test_playground_says_which_field_it_cannot_use(typed: dict[str, str], param: str) -> None:
+def test_playground_names_an_unusable_field(typed: dict[str, str], param: str) -> None:
     with pytest.raises(InvalidInput) as error:
         request_of({**TYPED, **typed}, None)
     assert error.value.param == param and len(str(error.value)) < 200
 
 
-def test_playground_asks_for_what_was_typed_and_learns_nothing() -> None:
+def test_playground_sends_the_form_without_learning() -> None:
     asked = request_of({**TYPED, "plan": " 3 ", "task": " code "}, None)
     assert (asked.version, asked.method, asked.task, asked.text) == (3, None, "code", "p")
     assert asked.trace and not asked.learn and asked.max_new_tokens == 5
@@ -249,7 +249,7 @@ def test_playground_asks_for_what_was_typed_and_learns_nothing() -> None:
     assert [each["content"] for each in follow.messages] == ["p", "answer", "more"]
 
 
-def test_halves_of_a_character_are_shown_as_one() -> None:
+def test_parts_of_a_character_are_shown_as_one() -> None:
     euro = list("€".encode())
     told: list[TracedPiece] = [
         ("a", "target", ()),
@@ -263,7 +263,7 @@ def test_halves_of_a_character_are_shown_as_one() -> None:
     assert side.by_source == [("the model itself", 1), ("its draft", 1), ("earlier text", 2)]
 
 
-def test_token_that_ends_a_text_is_shown_on_neither_side() -> None:
+def test_end_token_is_not_shown() -> None:
     pieces: tuple[TracedPiece, ...] = (("a", "target", ()), ("<end>", "text", ()))
     for traced in (pieces, pieces[:1]):  # It came with other text, or alone, and then is not sent.
         side = Side("Plain", request_of(TYPED, None))
@@ -272,7 +272,7 @@ def test_token_that_ends_a_text_is_shown_on_neither_side() -> None:
         assert [text for text, _, _ in side.tokens] == ["a"]
 
 
-def test_texts_that_differ_are_told_from_where() -> None:
+def test_first_difference_of_texts_is_shown() -> None:
     asked = request_of(TYPED, None)
 
     def unlike(one: tuple[int, ...], other: tuple[int, ...]) -> int | None:
@@ -282,7 +282,7 @@ def test_texts_that_differ_are_told_from_where() -> None:
     assert [unlike((1, 2), (1, 2)), unlike((1, 2), (1, 3)), unlike((1, 2), (1, 2, 3))] == [None, 2, 3]
 
 
-def test_try_of_another_key_is_not_shown(store: Store, keys: tuple[str, Path]) -> None:
+def test_completions_of_another_key_are_not_shown(store: Store, keys: tuple[str, Path]) -> None:
     client, (key, _) = guarded(store, keys[1]), keys
     client.post("/login", data={"key": key})
     tries = client.app.state.swiftopt.tries  # type: ignore[attr-defined]
@@ -296,7 +296,7 @@ def test_try_of_another_key_is_not_shown(store: Store, keys: tuple[str, Path]) -
     assert client.post("/playground/bob/stop", data={"token": token(mine.text)}).status_code in (403, 404)
 
 
-def test_unknown_address_is_a_page_for_a_browser_and_json_for_a_program(store: Store) -> None:
+def test_unknown_address_is_html_for_browsers_and_json_for_programs(store: Store) -> None:
     browser = {"Accept": "text/html,application/xhtml+xml,*/*;q=0.8"}
     client = client_of(store)
     found = client.get("/no/such/<script>", headers=browser)

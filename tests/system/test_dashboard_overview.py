@@ -1,4 +1,4 @@
-"""The first page: the sentence that it begins with, its curve, and what it says needs attention."""
+"""The first page: its headline, its curve and its alarms."""
 
 from __future__ import annotations
 

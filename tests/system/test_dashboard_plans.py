@@ -54,19 +54,19 @@ def client(store: Store) -> TestClient:
 
 
 def text(client: TestClient, path: str, status: int = 200, **query: object) -> str:
-    """The page, without what only a browser reads."""
+    """Return the text of a page."""
     found = client.get(f"{path}?{urlencode(query)}" if query else path)
     assert found.status_code == status, found.text
     return unescape(re.sub(r"\s+", " ", re.sub(r"<[^>]+>", " ", found.text)))
 
 
 def post(client: TestClient, path: str, **values: object) -> int:
-    """Send a form of the task's page; the status."""
+    """Send a form of the task's page, and return the status."""
     page = client.get("/plans/task", params={**OF, "version": 1})
     return client.post(path, data={"token": token(page.text), **OF, **values}, follow_redirects=False).status_code
 
 
-def test_pages_of_an_empty_database_say_how_to_fill_it(client: TestClient) -> None:
+def test_pages_of_an_empty_database_explain_how_to_fill_it(client: TestClient) -> None:
     assert "No plan is stored yet" in text(client, "/plans")
     assert "Nothing has been tried yet" in text(client, "/searches")
     assert "no layer set is stored for m/code" in text(client, "/plans/task", 404, **OF)
@@ -74,7 +74,7 @@ def test_pages_of_an_empty_database_say_how_to_fill_it(client: TestClient) -> No
     assert client.get("/plans/task", params={"model": "", "task": "code"}).status_code == 422
 
 
-def test_task_page_shows_its_versions_and_what_the_shown_one_was_judged_on(store: Store, client: TestClient) -> None:
+def test_task_page_shows_its_versions_and_the_evidence_of_one(store: Store, client: TestClient) -> None:
     job = fill(store)
     best = text(client, "/plans/task", **OF)
     assert "Version 2, the best one" in best and "Served requests: plain and drafted rounds of each. Each text" in best
@@ -91,13 +91,13 @@ def test_task_page_shows_its_versions_and_what_the_shown_one_was_judged_on(store
     assert "version 2 of 3" in text(client, "/plans")
 
 
-def test_version_from_before_pairs_were_stored_shows_the_output_of_its_job(store: Store, client: TestClient) -> None:
+def test_version_without_stored_pairs_shows_the_output_of_its_job(store: Store, client: TestClient) -> None:
     fill(store, evidence=())
     found = text(client, "/plans/task", **OF, version=1)
     assert "of this version only the plain runs are stored" in found and "p3 6 10.00 – – – six" in found
 
 
-def test_comparison_that_made_a_version_is_its_evidence(store: Store, client: TestClient) -> None:
+def test_version_of_a_comparison_has_it_as_evidence(store: Store, client: TestClient) -> None:
     fill(store)
     row = {"method": "spd", "title": "SpD", "tok_s": 12.5, "ratio": 1.25, "ratio_interval": [1.1, 1.4], "prompts": 8}
     store.add_comparison("m", "code", "cpu", "float32", {"plan": {"version": 3}, "results": [row]}, "2026-11-22")
@@ -105,9 +105,7 @@ def test_comparison_that_made_a_version_is_its_evidence(store: Store, client: Te
     assert "A comparison of methods on cpu, 2026-11-22." in found and "SpD 12.5 1.25x 1.10–1.40 8" in found
 
 
-def test_plan_shows_the_acceptance_of_what_made_it_not_of_an_earlier_plan_of_its_set(
-    store: Store, client: TestClient
-) -> None:
+def test_plan_shows_the_acceptance_of_its_own_evidence(store: Store, client: TestClient) -> None:
     fill(store)
     own = store.layer_set("m", "code", 2)
     figures = {"measured_speedup": 1.4, "measured_interval": (1.3, 1.5)}
@@ -122,7 +120,7 @@ def test_plan_shows_the_acceptance_of_what_made_it_not_of_an_earlier_plan_of_its
     assert "1.40x 1.30–1.50 0.70" not in text(client, "/plans/task", **OF)
 
 
-def test_version_is_promoted_and_rolled_back_by_forms_with_their_token_only(store: Store, client: TestClient) -> None:
+def test_forms_promote_and_roll_back_a_version_only_with_their_token(store: Store, client: TestClient) -> None:
     fill(store)
     for path in ("/plans/promote", "/plans/rollback", "/plans/pin"):
         sent = client.post(path, data={**OF, "version": 1, "served": "m", "way": "plain", "token": "forged"})
@@ -145,7 +143,7 @@ def test_only_version_can_not_be_rolled_back(store: Store, client: TestClient) -
     assert post(client, "/plans/rollback", task="notes") == 404
 
 
-def test_export_is_what_the_command_writes(store: Store, client: TestClient, tmp_path: Path) -> None:
+def test_export_equals_the_commands_output(store: Store, client: TestClient, tmp_path: Path) -> None:
     fill(store)
     for version in (1, 2):
         found = client.get("/plans/export", params={**OF, "version": version})
@@ -166,7 +164,7 @@ def test_two_versions_are_compared_side_by_side(store: Store, client: TestClient
     assert "there is no version 7" in text(client, "/plans/compare", 404, **OF, left=1, right=7)
 
 
-def test_names_can_not_break_a_page(store: Store, client: TestClient) -> None:
+def test_names_cannot_break_a_page(store: Store, client: TestClient) -> None:
     for name in NASTY:
         store.add_layer_set(LayerSetRecord(f"org/{name}", name, LayerSet(8, frozenset({2}))))
         searching(store, 3, name)
@@ -181,7 +179,7 @@ def test_names_can_not_break_a_page(store: Store, client: TestClient) -> None:
             assert found.status_code == 200 and "<img" not in found.text
 
 
-def test_map_says_in_words_and_marks_what_its_colours_say() -> None:
+def test_map_repeats_its_colours_in_words_and_marks() -> None:
     layer_set = LayerSet(8, frozenset({2, 3, 5}), frozenset(), (("mlp", "int4-64"), ("mlp:1", "stored")))
     assert map_words(layer_set) == (
         "Attention: skipped in 2–3, 5; kept in 0–1, 4, 6–7. MLP: kept in 1; int4-64 in 0, 2–7. Head: kept."
@@ -199,7 +197,7 @@ def test_spans_and_differences_of_sets() -> None:
     assert differing_parts(one, two) == [("attn", 2), ("mlp", 3)] and differing_parts(one, one) == []
 
 
-def test_search_page_shows_what_was_tried_and_at_what_cost(store: Store, client: TestClient) -> None:
+def test_search_page_shows_trials_and_their_cost(store: Store, client: TestClient) -> None:
     job = fill(store)
     found = text(client, f"/searches/{job}", task="code")
     assert "The search ended: the trials are used up." in found
@@ -211,14 +209,14 @@ def test_search_page_shows_what_was_tried_and_at_what_cost(store: Store, client:
     assert re.search(rf"{job[:11]}\S* code [\d.]+ [\d.]+ 40 a job, succeeded m", text(client, "/searches"))
 
 
-def test_search_without_stored_costs_says_so(store: Store, client: TestClient) -> None:
+def test_search_page_states_that_costs_are_missing(store: Store, client: TestClient) -> None:
     lease = searching(store, 5)
     found = text(client, f"/searches/{lease.job}")
     assert "No measured costs of this model are stored" in found and "running" in found
 
 
 @pytest.mark.parametrize("figure", [math.nan, math.inf, -math.inf])
-def test_figures_that_are_not_finite_hide_no_page(store: Store, client: TestClient, figure: float) -> None:
+def test_infinite_figures_do_not_break_a_page(store: Store, client: TestClient, figure: float) -> None:
     lease = searching(store, 20)
     shown = [f"/jobs/{lease.job}", f"/searches/{lease.job}", f"/plans/task?{urlencode(OF | {'task': 't'})}"]
     if not math.isnan(figure):  # which SQLite does not store
@@ -237,12 +235,12 @@ def test_figures_that_are_not_finite_hide_no_page(store: Store, client: TestClie
     assert [client.get(path).status_code for path in shown] == [200] * len(shown)
 
 
-def test_job_that_has_tried_nothing_says_so(store: Store, client: TestClient) -> None:
+def test_job_without_trials_is_described_as_such(store: Store, client: TestClient) -> None:
     lease = searching(store, 0)
     assert "This job is running and has tried nothing yet." in text(client, f"/searches/{lease.job}")
 
 
-def test_front_is_what_nothing_cheaper_matches(store: Store) -> None:
+def test_front_has_the_sets_that_no_cheaper_one_matches(store: Store) -> None:
     job = fill(store)
     tried, costs = store.tried(job, "code"), store.cost_profiles("f" * 16)[0]
     found = tried_sets(tried, costs)
@@ -255,14 +253,14 @@ def test_front_is_what_nothing_cheaper_matches(store: Store) -> None:
         assert any(one.cost <= each.cost and one.matchness >= each.matchness for one in front)
 
 
-def test_shares_count_what_was_left_out(store: Store) -> None:
+def test_shares_count_skipped_sub_layers(store: Store) -> None:
     tried, made = store.tried(searching(store, 30).job, "code"), trials(30)
     shares = skip_shares(tried)
     assert shares["attn"] == [sum(i in each.layer_set.skip_attn for each in made) / 30 for i in range(8)]
     assert shares["mlp"] == [sum(i in each.layer_set.skip_mlp for each in made) / 30 for i in range(8)]
 
 
-def test_live_search_is_made_anew_when_there_is_something_to_see() -> None:
+def test_live_search_is_drawn_again_after_a_change() -> None:
     searches = [StoredSearch("j", "running", "m", "", "code", n, 1.0, 1.0) for n in (20, 21, 10_000, 10_050, 10_200)]
     few, more, many, hardly, clearly = searches
     assert is_news([few], [more]) and not is_news([few], [few])
@@ -271,7 +269,7 @@ def test_live_search_is_made_anew_when_there_is_something_to_see() -> None:
 
 
 @pytest.mark.parametrize(("low", "high"), [(0.0, 1.0), (-3.2, 7.0), (0.21, 0.29), (0, 10_000), (5.0, 5.0)])
-def test_ticks_are_round_and_inside(low: float, high: float) -> None:
+def test_ticks_are_round_numbers_within_the_axis(low: float, high: float) -> None:
     found = ticks(low, high)
     assert 1 <= len(found) <= 7 and all(low - 1e-9 <= each <= high + 1e-9 for each in found)
     assert all(float(f"{each:.4g}") == pytest.approx(each, abs=1e-9) for each in found)
@@ -294,7 +292,7 @@ def test_plans_are_listed_in_pages_with_every_version_counted(
     assert versions == of_tasks and n_tasks == 5
 
 
-def test_search_of_10_000_trials_is_small(store: Store, client: TestClient) -> None:
+def test_page_of_10_000_trials_is_small(store: Store, client: TestClient) -> None:
     fill(store)
     job = searching(store, 10_000).job
     for path in (f"/searches/{job}", "/searches", "/plans"):
@@ -302,7 +300,7 @@ def test_search_of_10_000_trials_is_small(store: Store, client: TestClient) -> N
         assert found.status_code == 200 and len(found.content) < 100_000 and found.text.count("<path") < 250
 
 
-def test_pages_say_so_when_the_database_is_away(store: Store, client: TestClient, tmp_path: Path) -> None:
+def test_pages_report_an_unreachable_database(store: Store, client: TestClient, tmp_path: Path) -> None:
     job = fill(store)
     paths = ["/plans", "/searches", f"/searches/{job}", f"/plans/task?{urlencode(OF)}"]
     assert [client.get(path).status_code for path in paths] == [200] * 4
@@ -323,7 +321,7 @@ def test_axis_of_a_share_ends_at_one(lowest: float) -> None:
 
 
 @pytest.mark.parametrize("origin", [*ORIGINS, "tpe"])
-def test_searches_say_in_words_where_the_latest_candidate_came_from(origin: str) -> None:
+def test_searches_name_the_origin_of_the_latest_candidate(origin: str) -> None:
     latest = replace(trials(1)[0], origin=origin, matchness=0.5)
     task = TaskTuning(
         "notes", "drafts", 0.0, "use", 1, None, latest.layer_set, 0, None, None, None, ShiftStatus(), 1, 3, 20.0, 0.1,

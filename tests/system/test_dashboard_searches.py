@@ -101,7 +101,7 @@ def test_best_of_trials_with_one_score_has_the_highest_matchness(store: Store, c
     assert compared.count(f"Its best set, of trial {best.step}<") == 2
 
 
-def test_dot_leads_to_its_trial(store: Store, client: TestClient) -> None:
+def test_dot_links_to_its_trial(store: Store, client: TestClient) -> None:
     store.add_served_trials(SERVED, trials(30))
     found = page(client, "/searches/served1", task="notes", sort="newest")
     links = re.findall(r'<a href="(\?[^"]+)" tabindex="-1" aria-label="Trial 7"><circle class="dots"', found)
@@ -112,7 +112,7 @@ def test_dot_leads_to_its_trial(store: Store, client: TestClient) -> None:
     assert "There is no trial 99 here" in page(client, "/searches/served1", trial=99)
 
 
-def test_two_searches_stand_side_by_side(store: Store, client: TestClient) -> None:
+def test_two_searches_are_compared_side_by_side(store: Store, client: TestClient) -> None:
     job = fill(store)
     store.add_served_trials(SERVED, trials(25, start=100))
     form = page(client, "/searches")
@@ -125,7 +125,7 @@ def test_two_searches_stand_side_by_side(store: Store, client: TestClient) -> No
     assert "has tried nothing" in page(client, "/searches/compare", 404, left=f"{empty}/code", right="served1/notes")
 
 
-def test_importance_finds_the_sub_layers_whose_loss_costs_most(store: Store) -> None:
+def test_importance_ranks_sub_layers_by_their_loss(store: Store) -> None:
     """Each left out sub-layer costs its own share; how many are left out varies, which must not be mistaken for it."""
     rng, cost = random.Random(0), {("attn", 2): 0.3, ("mlp", 5): 0.15}
     made = []

@@ -55,7 +55,7 @@ def test_each_term_has_one_sentence_and_a_place_on_the_page(store: Store) -> Non
         assert sentence.endswith(".") and len(sentence) < 120
 
 
-def test_headings_and_figures_lead_to_their_terms(store: Store) -> None:
+def test_headings_and_figures_link_to_their_terms(store: Store) -> None:
     assert explained("Device") == "Device" and explained("<b>") == "&lt;b&gt;"
     assert explained("α").startswith('<a class="term" href="/terms#acceptance-rate" title="Accepted draft tokens')
     job = fill(store)
@@ -182,7 +182,7 @@ def test_version_that_is_chosen_names_its_task() -> None:
     assert error.value.param == "plan"
 
 
-def test_no_button_of_a_page_is_there_without_effect(store: Store) -> None:
+def test_every_button_has_an_effect(store: Store) -> None:
     job = fill(store)
     client = client_of(store)
     for path in ("/plans/task?model=m&task=code", f"/jobs/{job}", "/jobs/new", f"/jobs/{job}/cancel", "/playground"):

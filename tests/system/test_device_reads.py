@@ -1,8 +1,8 @@
-"""How often a round waits for its device: once, for its tokens; and what it drafts without waiting is what it drafts.
+"""A round waits for its device once, for its tokens; late reads do not change the drafts.
 
-The device is torch's `meta`, whose tensors hold nothing: whatever reads one, or moves something there and waits for it,
-is counted, and is given one drawn number for all of it, 0 or less as log probabilities are: whatever is drafted is
-accepted. What is moved from there without waiting is counted when it is read, if no pass has been asked for since.
+The device is torch's `meta`, whose tensors have no data. Each read, and each transfer that waits, is counted and
+answered with one random number <= 0, like a log probability, so that all drafts are accepted. A transfer without
+waiting is counted when it is read, unless another pass was requested in between.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ READS = {
 class Waits(TorchFunctionMode):
     """Counts what waits for the `meta` device, and answers reads.
 
-    What torch makes there depends on no numbers, and takes it long: of arguments seen before, it is made as it was.
+    Results on `meta` depend only on the kinds of arguments; they are cached, because torch computes them slowly.
     """
 
     _made: ClassVar[dict[Any, tuple[Any, ...]]] = {}  # sizes, strides and type, by function and arguments
@@ -111,7 +111,7 @@ class Waits(TorchFunctionMode):
 
     @classmethod
     def _answer(cls, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return what `func` makes, computed once for all arguments of one kind."""
+        """Return the result of `func`, computed once for arguments of the same kind."""
         try:
             made = cls._made.get(key := (func, cls._kind(args), cls._kind(tuple(kwargs.items()))))
         except TypeError:  # an argument of its own kind
@@ -125,7 +125,7 @@ class Waits(TorchFunctionMode):
 
     @classmethod
     def _kind(cls, value: Any) -> Any:
-        """Return all that a result's shape can depend on."""
+        """Return everything on which a result's shape can depend."""
         if isinstance(value, Tensor):
             return value.shape, value.stride(), value.dtype, value.device
         if isinstance(value, (tuple, list)):
@@ -139,7 +139,7 @@ class Waits(TorchFunctionMode):
 
 
 def without_data(monkeypatch: pytest.MonkeyPatch, graphs: bool) -> Runtime:
-    """A runtime on a device that holds nothing."""
+    """Return a runtime on a device without data."""
     runtime = tiny_runtime("llama", torch.float32)
     runtime.hf_model.to(META)
     runtime.device = runtime._head_device = META
@@ -154,13 +154,13 @@ def without_data(monkeypatch: pytest.MonkeyPatch, graphs: bool) -> Runtime:
 
 
 def adaptive(lookup: bool, model: DraftModel | None = None) -> Method:
-    """Adaptive drafts by a model that is taken to cost a tenth of a pass."""
+    """Return adaptive drafts by a model that is assumed to cost a tenth of a pass."""
     costs, model = PassCosts(cheap_draft_costs(0.1), LayerSet(4).filled("int4")), model or SkippedTarget(SKIPPING)
     return Method("adaptive", AdaptiveDrafter(model, costs, AdaptiveSettings(lookup=lookup)))
 
 
 def near_model() -> Runtime:
-    """Another model, on a device of its own, that agrees with the tiny llama on many tokens: it differs in a layer."""
+    """Return another model on its own device. It differs from the tiny llama in a layer, and agrees on many tokens."""
     runtime, others = (tiny_runtime("llama", torch.float32, seed) for seed in (0, 1))
     layers = (each.hf_model.get_submodule("model.layers.2") for each in (runtime, others))
     for own, other in zip(*(layer.parameters() for layer in layers), strict=True):
@@ -171,17 +171,17 @@ def near_model() -> Runtime:
 
 
 def probed(device: torch.device | str = "cpu") -> Probe:
-    """A probe of the tiny llama's states after three layers."""
+    """Return a probe of the tiny llama's states after three layers."""
     return Probe(3, torch.linspace(-20, 20, 32, device=device), 2.0)
 
 
 def predicting(runtime: Runtime) -> Heads:
-    """Heads of the tiny llama behind its inner layers, which see its states as they are."""
+    """Return heads of the tiny llama after its inner layers, without a transform."""
     return Heads({depth: torch.eye(32, device=runtime.device, dtype=runtime.dtype) for depth in (1, 2, 3)})
 
 
 def draft_model(kind: str) -> DraftModel:
-    """What drafts for the tiny llama."""
+    """Return the draft model of the tiny llama."""
     if kind == "another model":
         return OtherModel(near_model())
     return EarlyExit(3) if kind in ("early exit", "probe") else SkippedTarget(SKIPPING)
@@ -198,7 +198,7 @@ PENALISED = replace(SAMPLINGS[1], **CUTS, **PENALTIES)
 
 
 def letters(n_prompt: int) -> GrammarMask:
-    """A mask that leaves letters of one half of the alphabet."""
+    """Return a mask that allows the letters of one half of the alphabet."""
     return Grammar.regex("[a-m]*").mask(letter_tokenizer(), VOCAB, n_prompt, [0])
 
 
@@ -225,7 +225,7 @@ OF_SEVERAL = ("spectr", "specinfer", "mcss", "mtad", "mtjd")
 def test_a_round_waits_for_the_device_once(
     name: str, sampling: Sampling, graphs: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """For its tokens, and the log probabilities of them that it gives eagerly."""
+    """It waits for its tokens and their log probabilities together."""
     runtime, other = without_data(monkeypatch, graphs), OtherModel(without_data(monkeypatch, graphs))
     if not graphs:  # then on a device of its own
         other.runtime.device = torch.device("meta", 0)
@@ -273,7 +273,7 @@ def test_a_round_waits_for_the_device_once(
 
 
 @pytest.mark.parametrize("greedy", [True, False])
-def test_requests_beside_each_other_wait_once_a_round_together_or_each_for_itself(
+def test_concurrent_requests_wait_once_per_round_together_or_separately(
     greedy: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runtime, waits, n_begun, n_rounds, n_waits = without_data(monkeypatch, graphs=True), Waits(), 0, 0, 0
@@ -292,10 +292,10 @@ def test_requests_beside_each_other_wait_once_a_round_together_or_each_for_itsel
 
 
 @pytest.mark.parametrize("name", ["early stop", "branched", "lookahead"])
-def test_what_a_round_moves_to_the_device_does_not_grow_with_the_text(
+def test_data_moved_to_the_device_per_round_do_not_grow_with_the_text(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Masks are of the rows alone; in graphs, which have tables of a fixed size, there are none."""
+    """Masks cover only the rows; graphs have tables of a fixed size instead."""
     methods = {"early stop": EARLY_STOP, "branched": BRANCHED}
     runtime, most = without_data(monkeypatch, graphs=False), list[dict[int, int]]()
     for n_prompt in (8, 80):
@@ -316,7 +316,7 @@ def test_what_a_round_moves_to_the_device_does_not_grow_with_the_text(
 
 @pytest.mark.parametrize("name", ["typical", "bild"])
 def test_a_check_of_a_lossy_method_waits_for_the_device_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """BiLD reads each step of its draft, that of the token which it leaves to the target as well."""
+    """BiLD reads each step of its draft, even that of the token which it leaves to the target."""
     runtime, is_bild = without_data(monkeypatch, graphs=False), name == "bild"
     settings = BildSettings(fallback_threshold=0.1) if is_bild else None
     method = build(name, Resources(runtime, SKIPPING), settings)
@@ -333,7 +333,7 @@ def test_a_check_of_a_lossy_method_waits_for_the_device_once(name: str, monkeypa
 
 @pytest.mark.parametrize("sampling", [*SAMPLINGS, PENALISED], ids=["greedy", "sampled", "penalised"])
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
-def test_what_is_read_late_is_what_is_read_at_once(family: str, sampling: Sampling) -> None:
+def test_late_reads_give_the_same_numbers(family: str, sampling: Sampling) -> None:
     runtime, rule = quick_runtime(family), TokenRule.of(sampling, None)
     expected = decode(runtime, PROMPT, PLAIN, rule, Ending(60)).token_ids
     found = []
@@ -345,7 +345,7 @@ def test_what_is_read_late_is_what_is_read_at_once(family: str, sampling: Sampli
 
 
 def decoded_late_or_not(name: str, sampling: Sampling, settings: Any = None) -> list[tuple[Completion, Any]]:
-    """What a method of the registry decodes with drafts that are read at once, and then late, and its logprobs."""
+    """Return the tokens and log probabilities of a method with early reads of drafts, and with late reads."""
     runtime, found = quick_runtime("llama"), list[Completion]()
     resources = Resources(runtime, None, {"heads": predicting(runtime), "probe": probed()}, near_model())
     n_top, logprobs = None if name == "mtjd" else 3, list[list[TokenLogprob]]()
@@ -380,10 +380,8 @@ READ_AT_ONCE = {"bild": BildSettings(fallback_threshold=0.023)}
     ],
 )
 @pytest.mark.parametrize("name", [*OF_ONE_LENGTH, *OF_SEVERAL, *READ_AT_ONCE])
-def test_drafts_of_one_length_or_that_must_be_read_are_the_same_where_others_are_read_late(
-    name: str, sampling: Sampling
-) -> None:
-    """Drawn ones, too: the draws of draft and target, and the tests, are those of drafts that are read at once."""
+def test_late_reads_do_not_change_drafts_that_need_no_early_read(name: str, sampling: Sampling) -> None:
+    """This holds for sampled drafts: the draws of draft and target, and the tests, are the same as with early reads."""
     settings = {**OF_ONE_LENGTH, **READ_AT_ONCE}.get(name)
     (at_once, logprobs), (late, read_late) = decoded_late_or_not(name.partition(",")[0], sampling, settings)
     assert at_once.token_ids == late.token_ids
@@ -393,7 +391,7 @@ def test_drafts_of_one_length_or_that_must_be_read_are_the_same_where_others_are
 
 
 @pytest.mark.parametrize("name", ["spd", "adaspeed", "adaspeed-probe"])
-def test_drafts_of_exits_and_models_that_stop_early_give_plain_tokens(name: str) -> None:
+def test_late_reads_with_early_stops_give_plain_tokens(name: str) -> None:
     (at_once, _), (late, _) = decoded_late_or_not(name, SAMPLINGS[0])
     assert at_once.token_ids == late.token_ids == plain_tokens(SAMPLINGS[0], 40)
     assert late.drafted / late.target_passes > at_once.drafted / at_once.target_passes
@@ -401,12 +399,12 @@ def test_drafts_of_exits_and_models_that_stop_early_give_plain_tokens(name: str)
 
 @cache
 def plain_tokens(sampling: Sampling, n_new: int) -> tuple[int, ...]:
-    """What the tiny llama decodes by itself."""
+    """Return the tokens of the tiny llama's plain decoding."""
     return decode(quick_runtime("llama"), PROMPT, PLAIN, TokenRule.of(sampling, None), Ending(n_new)).token_ids
 
 
 def noted(work: Work[Completion], runtime: Runtime, seen: list[tuple[int, int]]) -> Work[Completion]:
-    """Do what `work` does, and note the first slot and the number of rows of each pass of `runtime`."""
+    """Run `work`, and record the first slot and the number of rows of each pass of `runtime`."""
     answer: Any = None
     while True:
         try:
@@ -420,10 +418,10 @@ def noted(work: Work[Completion], runtime: Runtime, seen: list[tuple[int, int]])
 
 @pytest.mark.parametrize("branching", [None, ((1.0, 2),)], ids=["chains", "branched"])
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=["greedy", "sampled"])
-def test_another_model_runs_no_accepted_token_again_where_its_drafts_are_read_late(
+def test_draft_model_with_late_reads_repeats_no_accepted_token(
     sampling: Sampling, branching: tuple[tuple[float, int], ...] | None
 ) -> None:
-    """Its passes are those of drafts that are read at once: it knows which of the tokens that it ran are committed."""
+    """Its passes are the same as with early reads: it knows which of its tokens are committed."""
     runtime, other, found = quick_runtime("llama"), near_model(), list[tuple[list[tuple[int, int]], Completion]]()
     for runtime.reads_late in (False, True):
         method, seen = Method("spd", ChainDrafter(OtherModel(other), StopRule(5), branching)), list[tuple[int, int]]()
@@ -438,7 +436,7 @@ def test_another_model_runs_no_accepted_token_again_where_its_drafts_are_read_la
 
 
 def offered(tree: DraftTree) -> list[set[int]]:
-    """What a draft offers at each of its steps, spine and side leaves."""
+    """Return the candidates of each step of a draft, spine and side leaves."""
     leaves = range(tree.n_steps + 1, tree.n_nodes)
     return [
         {tree.token_ids[step + 1], *(tree.token_ids[leaf] for leaf in leaves if tree.parents[leaf] == step)}
@@ -447,7 +445,7 @@ def offered(tree: DraftTree) -> list[set[int]]:
 
 
 class Twice(ChainDrafter):
-    """Drafts every round at once and then late, by the same draws, and keeps both trees, and how long they could be."""
+    """Drafts every round with early and with late reads and the same draws, and keeps both trees and their limits."""
 
     def __init__(
         self, model: DraftModel, stop: StopRule, branching: Sequence[tuple[float, int]] | None, sampled: bool = False
@@ -486,10 +484,8 @@ UNSURE = {
 @pytest.mark.parametrize(
     "kind", ["adapted", *(pytest.param(kind, marks=pytest.mark.families) for kind in ("fixed", "never"))]
 )
-def test_a_draft_that_is_read_late_has_one_step_more(
-    kind: str, source: str, branched: bool, sampling: Sampling
-) -> None:
-    """Up to there it is the draft that is read at once; its last step has no side leaves."""
+def test_draft_with_late_reads_has_one_step_more(kind: str, source: str, branched: bool, sampling: Sampling) -> None:
+    """Up to there it equals the draft with early reads; its last step has no side leaves."""
     runtime, threshold = quick_runtime("llama"), UNSURE[source][not sampling.greedy]
     branching = [(threshold, 3), (1.0, 2)] if branched else None
     adapted = AdaptiveStop.of(AdaptiveThreshold(threshold, 5, target_acceptance=0.3, threshold_step=0.2 * threshold))
@@ -511,7 +507,7 @@ def test_a_draft_that_is_read_late_has_one_step_more(
 
 
 class Both(BlockRatio):
-    """Walks a draft by what was read together, and again node by node; both ways must be the same."""
+    """Walks a draft with joint reads, and again node by node; both walks must be equal."""
 
     n_refused = 0
 
@@ -552,10 +548,10 @@ class Both(BlockRatio):
         *product(("skipped", "another model"), ("with", "without", None)),
     ],
 )
-def test_a_drawn_draft_that_is_read_late_has_one_step_more_and_is_walked_as_if_read_at_once(
+def test_sampled_draft_with_late_reads_has_one_step_more_and_the_same_walk(
     source: str, rule: SeveralRule | None
 ) -> None:
-    """Two candidates at every step, or one, so that the draft that is read at once draws as many tokens."""
+    """Every step has two candidates, or one, so that drafts with early reads have the same number of tokens."""
     branching, verifier = [(1.0, 2)] if rule == "without" else None, Both(rule)
     stop = StopRule(5, 0.5, probe=probed()) if source == "probe" else StopRule(5, 0.2)
     drafter = Twice(draft_model(source), stop, branching, sampled=True)
@@ -573,7 +569,7 @@ def test_a_drawn_draft_that_is_read_late_has_one_step_more_and_is_walked_as_if_r
 
 
 class Followed(AdaptiveDrafter):
-    """Drafts late, and then at once what the model drafts in as many steps, two candidates each, to compare the two."""
+    """Drafts with late reads, then with early reads, in steps of two candidates each, and compares the drafts."""
 
     def __init__(self, model: SkippedTarget, costs: PassCosts) -> None:
         super().__init__(model, costs, AdaptiveSettings())
@@ -600,7 +596,7 @@ class Followed(AdaptiveDrafter):
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=["greedy", "sampled"])
-def test_adaptive_drafts_that_are_read_late_are_the_models_own(sampling: Sampling) -> None:
+def test_adaptive_drafts_with_late_reads_are_the_models(sampling: Sampling) -> None:
     runtime, rule = quick_runtime("llama"), TokenRule.of(sampling, None)
     costs = PassCosts(cheap_draft_costs(0.01), LayerSet(4).filled("int4"))
     drafter = Followed(SkippedTarget(SKIPPING), costs)
@@ -611,7 +607,7 @@ def test_adaptive_drafts_that_are_read_late_are_the_models_own(sampling: Samplin
 
 @pytest.mark.parametrize("sampling", [*SAMPLINGS, PENALISED], ids=["greedy", "sampled", "penalised"])
 @pytest.mark.parametrize("with_grammar", [False, True])
-def test_a_search_knows_whether_what_it_scores_is_read_late(with_grammar: bool, sampling: Sampling) -> None:
+def test_search_scores_account_for_late_reads(with_grammar: bool, sampling: Sampling) -> None:
     runtime, found = quick_runtime("llama"), list[bool]()
     for runtime.reads_late in (False, True):
         rule = TokenRule.of(sampling, None, len(PROMPT), [letters(len(PROMPT))] if with_grammar else ())
@@ -623,8 +619,8 @@ def test_a_search_knows_whether_what_it_scores_is_read_late(with_grammar: bool, 
 
 
 @pytest.mark.parametrize("at_once", [1, 3])
-def test_requests_that_are_read_late_give_plain_tokens_beside_each_other(at_once: int) -> None:
-    """Those with a grammar are read at every step."""
+def test_concurrent_requests_with_late_reads_give_plain_tokens(at_once: int) -> None:
+    """Requests with a grammar are read at every step."""
     runtime = quick_runtime("llama")
     runtime.reads_late = True
     other, early = (

@@ -1,4 +1,4 @@
-"""Which weights a draft gets: by what its format costs here, and by how well it agrees with the model."""
+"""The choice of a draft's format, by its cost on this machine and its agreement with the model."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ WINDOW = 8
 
 
 class Knowing(Drafter):
-    """Drafts what the model is going to say, so many tokens at a time."""
+    """Drafts the model's next tokens, a set number at a time."""
 
     def __init__(self, n: int) -> None:
         self.n = n
@@ -61,7 +61,7 @@ PROMPTS = [Prompt(f"p{i}", "t", text=f"w{i + 2} w{i + 3} w{i + 4}") for i in ran
 
 
 def with_shares(**shares: float) -> Callable[[str], CostProfile]:
-    """Costs in which a draft pass of a format is that share of a plain one; other formats do not run."""
+    """Return costs in which a draft pass of a format is that share of a plain one; other formats do not run."""
 
     def measured(name: str) -> CostProfile:
         if name not in shares:
@@ -95,7 +95,7 @@ def test_cheap_format_is_chosen_and_said_why(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def timing(*speeds: float) -> Callable[..., Generator[Event, None, list[list[Timed]]]]:
-    """Stands for `time_methods`; a method has the same speed on every prompt."""
+    """Stands in for `time_methods`; a method has the same speed on every prompt."""
 
     def timed(*_: object) -> Generator[Event, None, list[list[Timed]]]:
         yield from ()
@@ -105,7 +105,7 @@ def timing(*speeds: float) -> Callable[..., Generator[Event, None, list[list[Tim
 
 
 def has_copies(runtime: Runtime) -> list[str]:
-    """The formats in which there are copies of weights."""
+    """Return the formats with copies of weights."""
     whole = LayerSet(runtime.n_layers)
     return [name for name in ("int4", "int8") if runtime.copies.bytes_of(whole.filled(name))]
 
@@ -133,7 +133,7 @@ def test_far_estimates_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def by_turns(n_prompts: int, monkeypatch: pytest.MonkeyPatch) -> tuple[list[list[Timed]], list[str]]:
-    """What timing two methods says, and the methods in the order of their runs."""
+    """Return the result of timing two methods, and the order of their runs."""
     runtime, order = worded_runtime(), list[str]()
 
     class Noting(Knowing):

@@ -91,7 +91,7 @@ def test_trees_of_several_hops_equal_plain_decoding(family: str, early: Sequence
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["row-by-row", "batched"])
 @pytest.mark.parametrize("family", variants())
-def test_stacked_layers_are_the_layers(family: str, dtype: torch.dtype) -> None:
+def test_stacked_layers_equal_the_layers(family: str, dtype: torch.dtype) -> None:
     runtime = tiny_runtime(family, dtype)
     ids = prompt(4, 20)
     buffer, again = runtime.new_buffer(24), runtime.new_buffer(24)

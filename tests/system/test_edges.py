@@ -1,4 +1,4 @@
-"""The edges: shortest and longest texts, smallest models, ends inside things, and runs that break in the middle."""
+"""Edge cases: shortest and longest texts, smallest models, ends within characters, and interrupted runs."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def stream(n: int, task: str = "t") -> list[Prompt]:
 
 
 def tuned(prompts: list[Prompt], costs: CostProfile | None = None, **settings: Any) -> tuple[TaskFinished, list[Event]]:
-    """The result of the stream's only task, and all events."""
+    """Return the result of the stream's only task, and all events."""
     values = SwiftSettings(**{**SMALL, **settings})
     events = list(Tuner(Session(worded_runtime(), Sampling(), 24), values, costs or flat_costs(), "tiny").run(prompts))
     (result,) = (event for event in events if isinstance(event, TaskFinished))
@@ -95,7 +95,7 @@ def tuned(prompts: list[Prompt], costs: CostProfile | None = None, **settings: A
 def test_wide_trees_change_nothing_at_the_edges(
     family: str, changes: dict[str, Any], n_prompt: int, n_new: int
 ) -> None:
-    """Prompt and completion fill the context to its last position, cross prefill passes, or the model is tiny."""
+    """Prompt and completion fill the context, or span several prefill passes, or the model is tiny."""
     runtime = runtime_of(changed(family, **changes))
     ids = [(7 * i + 3) % (VOCAB - 2) + 2 for i in range(n_prompt)]
     inputs = torch.tensor([ids])
@@ -141,7 +141,7 @@ NO_MEMORY = "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: 
     "error", [partial(torch.OutOfMemoryError, "CUDA out of memory"), partial(RuntimeError, NO_MEMORY)]
 )
 @pytest.mark.parametrize("what", ["pass", "buffer"])
-def test_costs_are_measured_as_far_as_memory_goes(
+def test_costs_are_measured_up_to_the_rows_that_fit_in_memory(
     what: str, error: Callable[[], Exception], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     buffers: list[weakref.ref[KVBuffer]] = []
@@ -167,7 +167,7 @@ def test_costs_are_measured_as_far_as_memory_goes(
     assert not any(ref() is not None for ref in buffers)
 
 
-def test_costs_are_not_measured_where_passes_fail_for_another_reason() -> None:
+def test_costs_are_not_measured_if_passes_fail_for_another_reason() -> None:
     runtime = runtime_of(changed("llama", max_position_embeddings=2048))
     runtime.hf_model.get_input_embeddings().register_forward_pre_hook(fail_beyond(4))
     with pytest.raises(RuntimeError, match="an illegal instruction"):
@@ -182,7 +182,7 @@ def fail_beyond(n_rows: int) -> Callable[[torch.nn.Module, tuple[Tensor, ...]], 
     return hook
 
 
-def test_a_model_that_is_not_all_in_memory_is_refused() -> None:
+def test_model_with_weights_outside_memory_is_refused() -> None:
     model = tiny_model("llama")
     model.model.layers[2].to("meta")
     with pytest.raises(UnsupportedModel, match="meta"):
@@ -190,8 +190,8 @@ def test_a_model_that_is_not_all_in_memory_is_refused() -> None:
 
 
 @pytest.mark.gpu
-def test_rotations_follow_the_layers_when_the_rotary_module_is_elsewhere() -> None:
-    """As accelerate dispatches a model: what a module returns stays on the module's own device."""
+def test_rotations_are_on_the_layers_device_if_the_rotary_module_is_elsewhere() -> None:
+    """accelerate dispatches a model in this way: the output of a module stays on the module's device."""
     model = tiny_model("llama")
     runtime = Runtime(model, None, ModelInfo("tiny", "llama", 4, 1))
     whole = decode(runtime, [3, 4, 5], PLAIN, TokenRule.of(Sampling(), None), Ending(20))
@@ -207,7 +207,7 @@ def test_rotations_follow_the_layers_when_the_rotary_module_is_elsewhere() -> No
 
 
 class ByteTokenizer:
-    """One token per byte of UTF-8, as byte-level vocabularies fall back to."""
+    """A tokenizer with one token per byte of UTF-8, the fallback of byte-level vocabularies."""
 
     chat_template = None
     eos_token_id = None
@@ -246,8 +246,8 @@ def test_streamed_text_is_the_completion_text_with_stop_strings(least: int, at_o
         assert shown + "".join(added.text for added in text.finish_completion(completion)) == completion.text
 
 
-def test_stop_string_counts_from_the_least_length_on() -> None:
-    """Text that the tokens before it complete is kept, one that a token behind it completes is cut where it begins."""
+def test_stop_string_has_an_effect_only_after_the_minimum_length() -> None:
+    """A stop string that ends before the minimum stays; one that ends later is cut at its beginning."""
     ids = list(b"end of the end, and END")
     for least, kept in ((0, ""), (2, ""), (3, "end of the "), (13, "end of the "), (14, "end of the end, and END")):
         ending = Ending(200, stop_strings=("end",), to_text=ByteTokenizer().decode, min_new_tokens=least)
@@ -261,7 +261,7 @@ def test_stop_string_counts_from_the_least_length_on() -> None:
         assert one_by_one == found
 
 
-def test_stop_tokens_of_a_request_stand_beside_the_models_own() -> None:
+def test_stop_tokens_of_a_request_are_added_to_the_models() -> None:
     runtime = worded_runtime()
     (prompt,) = stream(1)
     full = Session(runtime, Sampling(), 24).run(prompt, PLAIN)[0].completion.token_ids
@@ -278,7 +278,7 @@ def test_stop_tokens_of_a_request_stand_beside_the_models_own() -> None:
     assert Session(runtime, Sampling(), 24).run(prompt, PLAIN)[0].completion.finish_reason == "stop"
 
 
-def test_tokens_that_the_model_does_not_have_are_refused() -> None:
+def test_unknown_stop_tokens_are_refused() -> None:
     for sampling, options in (
         (Sampling(logit_bias=((VOCAB, 1.0),)), {}),
         (Sampling(), {"stop_token_ids": [VOCAB]}),
@@ -290,7 +290,7 @@ def test_tokens_that_the_model_does_not_have_are_refused() -> None:
         Session(worded_runtime(), Sampling(), 8, min_new_tokens=-1)
 
 
-def test_streamed_text_shows_a_character_that_the_length_cut_in_half() -> None:
+def test_streamed_text_ends_with_an_incomplete_character_at_the_length_limit() -> None:
     runtime = worded_runtime()
     tokenizer: Any = ByteTokenizer()
     runtime.tokenizer = tokenizer
@@ -324,7 +324,7 @@ def chatting(tmp_path: Path, template: str, **changes: Any) -> Runtime:
     return runtime
 
 
-def test_a_chat_that_the_template_refuses_is_named(tmp_path: Path) -> None:
+def test_chat_that_the_template_refuses_is_an_error_with_its_id(tmp_path: Path) -> None:
     runtime = chatting(tmp_path, "{{ raise_exception('System role not supported') }}")
     prompt = Prompt("7", "t", messages=({"role": "system", "content": "w3"},))
     with pytest.raises(InvalidInput, match=r"'7'.*System role not supported"):
@@ -346,10 +346,10 @@ def test_a_later_turn_beyond_the_context_is_named_after_the_finished_turns(tmp_p
 
 
 @pytest.mark.parametrize("concurrency", [1, 3])
-def test_chat_that_outgrows_the_context_ends_there_and_the_tuning_goes_on(
+def test_chat_beyond_the_context_ends_and_the_tuning_continues(
     tmp_path: Path, concurrency: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Tuned on or held out, in one life or from any checkpoint on."""
+    """The chat is tuned on or held out, in one run or resumed from any checkpoint."""
     monkeypatch.setattr("swiftopt.optimizer.verdict.is_open", lambda verdict: False)  # which the clock would decide
     runtime = chatting(tmp_path, TURNS, max_position_embeddings=40)
     prompts = [
@@ -382,9 +382,7 @@ def test_chat_that_outgrows_the_context_ends_there_and_the_tuning_goes_on(
         assert sorted(again) == sorted(fit)
 
 
-def test_chat_that_outgrows_the_context_keeps_no_prompt_behind_it_from_being_decoded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_chat_beyond_the_context_does_not_stop_later_prompts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     session = Session(chatting(tmp_path, TURNS, max_position_embeddings=40), Sampling(), 15)
     monkeypatch.setattr("swiftopt.tasks.generate.open_session", lambda *values: session)
     prompts = [Prompt("long", "t", turns=tuple(map(words, [3, 4, 5]))), Prompt("last", "t", turns=(words(7),))]
@@ -411,8 +409,8 @@ def test_patience_counts_the_candidates_after_the_last_better_one() -> None:
     assert len(result.trials) - 1 - last_gain >= 5  # more, where a final was still to be held
 
 
-def test_each_lowering_of_the_skip_ratio_gives_a_sub_layer_back() -> None:
-    """The default step of 0.05 is less than one of this model's four searchable sub-layers."""
+def test_each_lowering_of_the_skip_ratio_restores_a_sub_layer() -> None:
+    """The default step of 0.05 is less than one of the four searchable sub-layers of this model."""
     settings: dict[str, Any] = dict(skip_ratio=1.0, early_stop=False, min_acceptance=1.0, min_acceptance_rounds=4)
     result, events = tuned(stream(8), target_matchness=1.0, **settings)
     sizes = [n_skipped_for(4, event.skip_ratio) for event in events if isinstance(event, SkipRatioLowered)]
@@ -421,7 +419,7 @@ def test_each_lowering_of_the_skip_ratio_gives_a_sub_layer_back() -> None:
 
 
 def test_a_tie_counts_as_a_match_only_for_the_draft_token() -> None:
-    """All logits equal: the draft's argmax is token 0, whatever was generated."""
+    """All logits are equal, so the draft's argmax is token 0, whatever was generated."""
     runtime = tiny_runtime("llama")
     head: Any = runtime.hf_model
     head.lm_head.weight.zero_()
@@ -434,7 +432,7 @@ def test_a_tie_counts_as_a_match_only_for_the_draft_token() -> None:
 
 
 @pytest.mark.parametrize("n_layers", [1, 2])
-def test_a_model_with_nothing_to_skip_is_tuned_to_nothing(n_layers: int) -> None:
+def test_model_without_searchable_sub_layers_is_tuned_to_the_whole_model(n_layers: int) -> None:
     runtime = runtime_of(changed("llama", num_hidden_layers=n_layers))
     runtime.tokenizer = worded_runtime().tokenizer
     costs = flat_costs(n_layers=n_layers)
@@ -443,7 +441,7 @@ def test_a_model_with_nothing_to_skip_is_tuned_to_nothing(n_layers: int) -> None
     assert result.record.layer_set.n_skipped == 0 and result.record.matchness == 1.0
 
 
-def test_the_same_prompt_many_times_is_tuned_on_and_held_out() -> None:
+def test_repeated_prompt_is_both_tuned_on_and_held_out() -> None:
     result, events = tuned(stream(1) * 6, max_steps=5)
     assert result.verdict.n_prompts == 3 and result.n_prompts == 3 and len(result.trials) == 5
     finished = [event for event in events if isinstance(event, PromptFinished)]
@@ -451,7 +449,7 @@ def test_the_same_prompt_many_times_is_tuned_on_and_held_out() -> None:
 
 
 def test_one_held_out_prompt_never_says_use() -> None:
-    """One pair has no spread to make an interval of."""
+    """One pair has no spread, and thus no interval."""
     verdict = judge([Timed(10, 1.0)], [Timed(10, 2.0)], None)
     assert verdict.word == "plain" and verdict.interval is None and verdict.ratio == 2.0
 
@@ -460,7 +458,7 @@ def test_one_held_out_prompt_never_says_use() -> None:
 
 
 class Tuning:
-    """A tuning run on files, with a listener that may break it."""
+    """A tuning run on files, with a listener that may interrupt it."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.url = folder, str(folder / "test.db")
@@ -488,7 +486,7 @@ def two_tasks() -> list[dict[str, Any]]:
     return [{"prompt": words(3 + i, 9), "task": task} for i in range(4) for task in ("a", "b")]
 
 
-def test_a_finished_task_is_stored_when_a_later_one_is_interrupted(tuning: Tuning) -> None:
+def test_finished_task_is_stored_if_a_later_one_is_interrupted(tuning: Tuning) -> None:
     def on_event(event: Event) -> None:
         if isinstance(event, PhaseChanged) and event.phase == "verdict" and event.task == "b":
             raise KeyboardInterrupt
@@ -512,7 +510,7 @@ def test_the_first_error_is_reported_when_the_database_fails_too(tuning: Tuning)
         tuning.run(two_tasks(), on_event)
 
 
-def test_room_for_the_window_is_judged_by_what_the_lines_ask_for(tuning: Tuning) -> None:
+def test_window_is_checked_against_the_lengths_that_lines_request(tuning: Tuning) -> None:
     lines = [{"prompt": words(3 + i, 9), "max_new_tokens": 20} for i in range(3)]
     finished: list[Event] = []
     result = tuning.run(lines, finished.append, max_new_tokens=4)

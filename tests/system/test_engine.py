@@ -1,4 +1,4 @@
-"""The laws of the engine: a request gives what it gives alone, whatever runs beside it, and gives back what it held."""
+"""Laws of the engine: a request gives the same tokens beside any others, and returns its memory."""
 
 from __future__ import annotations
 
@@ -56,13 +56,13 @@ FAMILIES = [
 
 @cache
 def in_float64(family: str) -> Resources:
-    """What methods are made of, on torch's operations, whose bits depend on the number of rows."""
+    """Return the parts of methods on torch's operations, whose bits depend on the number of rows."""
     own = parts(family)
     return Resources(tiny_runtime(family), own.layer_set, {}, tiny_runtime(family, seed=1), own.costs)
 
 
 def methods_of(own: Resources, names: Sequence[str]) -> list[Method]:
-    """One of each, with a state of its own."""
+    """Return one of each method, with its own state."""
     return [build(name, own) for name in names]
 
 
@@ -80,13 +80,13 @@ def by_itself(
 
 
 def finish(engine: Engine) -> None:
-    """Run all that it has to the end."""
+    """Run all requests to their end."""
     while engine.requests:
         list(engine.step())
 
 
 def buffers() -> int:
-    """Buffers that something still holds."""
+    """Return the buffers that are still referenced."""
     gc.collect()
     return sum(type(each) is KVBuffer for each in gc.get_objects())
 
@@ -111,8 +111,8 @@ def each_by_itself(family: str) -> list[tuple[int, ...]]:
         *(pytest.param(*row, marks=pytest.mark.families) for row in (("llama", 2), ("llama", 40), ("phi3-window", 5))),
     ],
 )
-def test_every_method_beside_every_other_gives_the_tokens_it_gives_alone(family: str, at_once: int) -> None:
-    """Lossy ones too, by bits in bfloat16: what a row's logits are depends on nothing beside it."""
+def test_every_method_gives_the_same_tokens_beside_every_other(family: str, at_once: int) -> None:
+    """This holds bitwise in bfloat16 and for lossy methods: a row's logits do not depend on other rows."""
     own = parts(family, with_model=True)
     works = (
         request(own, method, ids, sampling)
@@ -122,7 +122,7 @@ def test_every_method_beside_every_other_gives_the_tokens_it_gives_alone(family:
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_no_method_keeps_others_from_their_rounds(name: str) -> None:
+def test_no_method_blocks_the_rounds_of_others(name: str) -> None:
     own, engine, rounds = parts("llama", with_model=True), Engine(by_time=False), Counter[bool]()
     other, _ = (engine.add(request(own, method, words(1, 9), SAMPLINGS[0])) for method in (build(name, own), PLAIN))
     contexts = list[Context]()  # that of the other request first
@@ -163,7 +163,7 @@ def test_tokens_do_not_depend_on_arrivals_and_cancels(data: st.DataObject) -> No
 
 
 def rounds_drafted(trials: DraftTrials, n: int, gain: float) -> int:
-    """Run so many rounds of `gain` plain tokens' time per token where they may draft; return how many may."""
+    """Run rounds that gain `gain` if they may draft; return the number of those that may."""
     n_drafted = 0
     for _ in range(n):
         drafts = trials.drafts
@@ -172,8 +172,8 @@ def rounds_drafted(trials: DraftTrials, n: int, gain: float) -> int:
     return n_drafted
 
 
-def test_drafts_stop_where_they_lose_time_and_come_back_where_they_pay() -> None:
-    """However much is lost, few rounds are; a gain too small to see for what it costs beside is none."""
+def test_drafts_stop_when_they_lose_time_and_resume_when_they_pay() -> None:
+    """Few rounds are lost, whatever the loss; a gain below the cost of trials does not count."""
     trials = DraftTrials(8)
     assert rounds_drafted(trials, 1000, 0.9) == 4 * 8, "at first, and after 128, 256 and 512 rounds"
     assert rounds_drafted(trials, 1000, 1.3) > 400, "texts have changed, which the next trial finds"
@@ -182,7 +182,7 @@ def test_drafts_stop_where_they_lose_time_and_come_back_where_they_pay() -> None
     assert rounds_drafted(DraftTrials(4), 1000, 1.02) < 70
 
 
-def test_trial_is_spared_where_drafts_lost_beside_nearly_as_many() -> None:
+def test_drafts_are_not_tried_again_at_a_similar_load_after_a_loss() -> None:
     lost, pays = DraftTrials(16), DraftTrials(4)
     rounds_drafted(lost, 60, 0.9)
     rounds_drafted(pays, 60, 1.3)
@@ -197,10 +197,10 @@ def test_trial_is_spared_where_drafts_lost_beside_nearly_as_many() -> None:
     ("draft_s", "check_s", "by_time", "fewest", "most"),
     [(0.02, 0.0, True, 1, 26), (0.0, 0.03, True, 24, 60), (0.02, 0.0, False, 30, 60)],
 )
-def test_engine_leaves_drafts_where_their_passes_take_too_long(
+def test_engine_stops_drafting_when_passes_take_too_long(
     monkeypatch: pytest.MonkeyPatch, draft_s: float, check_s: float, by_time: bool, fewest: int, most: int
 ) -> None:
-    """Beside others only, and not where runs are to be repeated; the tokens are the same."""
+    """Only beside other requests, and not in deterministic runs; the tokens are the same."""
     own, n_passes, run_passes = parts("llama"), Counter[bool](), Runtime.forward_together
 
     def slowly(runtime: Runtime, passes: Sequence[Pass]) -> list[Tensor]:
@@ -224,8 +224,8 @@ def test_engine_leaves_drafts_where_their_passes_take_too_long(
 
 
 @pytest.mark.wing("papers")
-def test_requests_that_may_stop_drafting_draft_beside_one_that_may_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rounds in which others leave drafts out are plain ones, though it drafts in them as in all."""
+def test_requests_that_may_stop_drafting_run_beside_one_that_may_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rounds in which the others do not draft count as plain, although this request drafts in all."""
     own, run_passes = parts("llama"), Runtime.forward_together
 
     def slowly(runtime: Runtime, passes: Sequence[Pass]) -> list[Tensor]:
@@ -241,7 +241,7 @@ def test_requests_that_may_stop_drafting_draft_beside_one_that_may_not(monkeypat
 
 
 class _Failing(Drafter):
-    """Drafts twice, then raises; or asks for a pass that cannot be run."""
+    """Drafts twice, then raises or requests a pass that cannot run."""
 
     def __init__(self, bad_pass: bool) -> None:
         self.bad_pass = bad_pass
@@ -262,7 +262,7 @@ class _Failing(Drafter):
 
 
 @pytest.mark.parametrize("bad_pass", [False, True])
-def test_request_that_fails_takes_no_other_along(bad_pass: bool) -> None:
+def test_failed_request_affects_no_other(bad_pass: bool) -> None:
     own, engine = parts("llama"), Engine()
     ids, expected = repeating(1), by_itself(parts("llama"), PLAIN, repeating(1), SAMPLINGS[0])
     good = [engine.add(request(own, PLAIN, ids, SAMPLINGS[0])) for _ in range(3)]
@@ -297,7 +297,7 @@ def test_memory_of_a_failed_pass_is_free_when_its_requests_run_one_by_one() -> N
     assert [len(each.result.token_ids) for each in running[1:]] == [6, 6]
 
 
-def test_what_was_kept_goes_before_a_request_fails_for_want_of_memory() -> None:
+def test_kept_prefixes_are_evicted_before_a_request_fails_for_memory() -> None:
     own, engine = parts("llama"), Engine(PLENTY)
 
     class Full(Runtime):
@@ -318,7 +318,7 @@ def test_what_was_kept_goes_before_a_request_fails_for_want_of_memory() -> None:
     assert late.result.token_ids == by_itself(own, PLAIN, words(2, 20), SAMPLINGS[0], 6)
 
 
-def test_what_was_kept_goes_before_a_pass_fails_for_want_of_memory() -> None:
+def test_kept_prefixes_are_evicted_before_a_pass_fails_for_memory() -> None:
     own, engine, n_passes = parts("llama"), Engine(PLENTY), list[int]()
 
     class Full(Runtime):
@@ -342,7 +342,7 @@ def test_what_was_kept_goes_before_a_pass_fails_for_want_of_memory() -> None:
     assert n_passes == [2] * 7, "together again, once"
 
 
-def test_passes_that_will_be_replayed_do_not_count_in_what_rounds_take() -> None:
+def test_first_passes_of_cuda_graphs_do_not_count_as_round_time() -> None:
     runtime = tiny_runtime("llama", torch.float32)
     runtime.graphs = GraphPasses(runtime, lambda static: static.run)
     engine, counts = Engine(), list[int]()
@@ -358,7 +358,7 @@ def test_passes_that_will_be_replayed_do_not_count_in_what_rounds_take() -> None
 
 @pytest.mark.wing("papers")
 def test_draft_passes_share_a_pass_and_the_target_waits_for_them() -> None:
-    """Two requests that draft and one that does not: the target's weights are read once for all three."""
+    """Two requests draft and one does not; the target's weights are read once for all three."""
     own = parts("llama")
     seen: list[list[bool]] = []
 
@@ -380,8 +380,8 @@ def test_draft_passes_share_a_pass_and_the_target_waits_for_them() -> None:
     assert all(len(set(drafts)) == 1 for drafts in seen)
 
 
-def test_drafts_get_shorter_as_requests_come_and_longer_as_they_go() -> None:
-    """Where rows of the target get dear, adaptive drafting stops under load; alone again, it goes on."""
+def test_drafts_become_shorter_under_load_and_longer_after_it() -> None:
+    """If rows of the target are expensive, adaptive drafting stops under load and resumes after it."""
     own, ids = parts("llama"), repeating(2)
     assert own.costs is not None
     whole = own.costs.pass_s[1]
@@ -402,7 +402,7 @@ def test_drafts_get_shorter_as_requests_come_and_longer_as_they_go() -> None:
 
 
 def test_buffers_of_requests_are_given_back() -> None:
-    """Done, cancelled at any pass, or failed: nothing of them is held."""
+    """Finished, cancelled and failed requests leave no buffer referenced."""
     own, engine = parts("gemma3"), Engine()
     names = [name for name in METHODS if not METHODS[name].lossy]
     alone(request(own, PLAIN, words(1, 5), SAMPLINGS[0]))
@@ -422,7 +422,7 @@ def test_buffers_of_requests_are_given_back() -> None:
     assert buffers() == before
 
 
-def test_events_come_as_they_arise_and_what_nobody_waits_for_is_given_up() -> None:
+def test_events_are_immediate_and_abandoned_streams_end_their_requests() -> None:
     own, begun = parts("llama"), list[int]()
 
     def works() -> Iterator[Work[Completion]]:
@@ -441,8 +441,8 @@ def test_events_come_as_they_arise_and_what_nobody_waits_for_is_given_up() -> No
     assert buffers() == before
 
 
-def test_event_arises_before_its_request_goes_on() -> None:
-    """So that its state can be kept between any two of them, whatever runs beside it."""
+def test_request_waits_until_its_event_is_consumed() -> None:
+    """Its state can thus be saved between any two events, whatever runs beside it."""
     own, seen = parts("llama"), dict[int, int]()
     works = [request(own, PLAIN, words(i, 4), SAMPLINGS[0], n_new=5 + i) for i in range(3)]
     for event in side_by_side(works, 3):
@@ -452,7 +452,7 @@ def test_event_arises_before_its_request_goes_on() -> None:
     assert sorted(seen.values()) == [5, 6, 7]
 
 
-def test_failed_request_lets_those_in_flight_end_and_none_begin() -> None:
+def test_failed_request_stops_new_ones_and_lets_running_ones_end() -> None:
     own, begun = parts("llama"), list[int]()
 
     def works() -> Iterator[Work[Completion]]:
@@ -475,7 +475,7 @@ def test_failed_request_lets_those_in_flight_end_and_none_begin() -> None:
 
 
 class Counting(Runtime):
-    """Counts the rows of its passes."""
+    """Counts the rows of passes."""
 
     n_rows = 0
 
@@ -497,8 +497,8 @@ PLENTY = 1 << 30
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_request_goes_on_from_what_another_has_read(family: str) -> None:
-    """A prompt that begins as an earlier text does, completion included, gives the bits that reading it anew gives."""
+def test_request_reuses_a_prefix_of_another(family: str) -> None:
+    """A prompt that begins like an earlier text with its completion gives the same bits as when read in full."""
     own = parts(family, with_model=True)
     for number, name in enumerate(METHODS):
         if METHODS[name].lossy:
@@ -517,7 +517,7 @@ def test_request_goes_on_from_what_another_has_read(family: str) -> None:
         assert Counting.n_rows == len(longer) - n_kept + len(expected) - 1, name
 
 
-def test_two_requests_go_on_from_one_text_and_none_from_another_salt() -> None:
+def test_prefix_is_shared_by_requests_of_the_same_salt() -> None:
     own, document = parts("llama"), words(3, 60)
     engine = Engine(PLENTY)
 
@@ -537,8 +537,8 @@ def test_two_requests_go_on_from_one_text_and_none_from_another_salt() -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_request_goes_on_from_what_a_running_one_has_read(family: str) -> None:
-    """Whatever that one drafts with, in its rounds too: they write behind its prompt only."""
+def test_request_reuses_a_prefix_of_a_running_one(family: str) -> None:
+    """The running one may draft with any method, because rounds write only after its prompt."""
     own, salts = parts(family, with_model=True), ("", "other")
     for number, name in enumerate(METHODS):
         ids, sampling = repeating(number), SAMPLINGS[number % 3]
@@ -554,7 +554,7 @@ def test_request_goes_on_from_what_a_running_one_has_read(family: str) -> None:
         assert [one.result.n_cached for one in late] == [len(ids), 0], name
 
 
-def test_prompt_asked_several_times_at_once_is_read_once() -> None:
+def test_concurrent_equal_prompts_are_read_once() -> None:
     own, ids = parts("llama"), words(1, 60)
     engine, samplings = Engine(PLENTY), [replace(SAMPLINGS[1], seed=seed) for seed in range(4)]
     with counting(own.runtime):
@@ -566,10 +566,8 @@ def test_prompt_asked_several_times_at_once_is_read_once() -> None:
 
 
 @pytest.mark.parametrize("end", ["", "cancel", "fail"])
-def test_beginning_that_many_have_in_common_is_read_once_and_again_where_its_reader_ends(
-    monkeypatch: pytest.MonkeyPatch, end: str
-) -> None:
-    """One with little of it waits for nobody."""
+def test_common_prefix_is_read_once_and_again_if_its_reader_ends(monkeypatch: pytest.MonkeyPatch, end: str) -> None:
+    """A request that shares little of it does not wait."""
     for name in ("PREFILL_ROWS", "PREFILL_ROWS_BESIDE"):
         monkeypatch.setattr(f"swiftopt.models.runtime.{name}", 16)
     own, head, engine = parts("llama"), words(0, 64), Engine(PLENTY)
@@ -591,7 +589,7 @@ def test_beginning_that_many_have_in_common_is_read_once_and_again_where_its_rea
         assert one.result.token_ids == by_itself(own, PLAIN, ids, SAMPLINGS[0], 4)
 
 
-def test_what_was_not_used_for_longest_goes_first_though_all_begin_alike() -> None:
+def test_least_recently_used_of_similar_prefixes_is_evicted_first() -> None:
     own, header = parts("llama"), words(0, 4)
     texts = [[*header, 10 + seed, *words(seed, 19)] for seed in range(7)]
     engine = Engine(5 * (len(texts[0]) + 3) * own.runtime.slot_bytes)  # two new tokens each, and a row behind them
@@ -609,8 +607,8 @@ def test_what_was_not_used_for_longest_goes_first_though_all_begin_alike() -> No
 
 
 @pytest.mark.parametrize("first_new", [2, 256])
-def test_state_of_a_prompt_counts_what_another_has_read(monkeypatch: pytest.MonkeyPatch, first_new: int) -> None:
-    """One that is asked again, or goes on, lies where it would lie if it were read anew."""
+def test_state_of_a_prompt_includes_a_reused_prefix(monkeypatch: pytest.MonkeyPatch, first_new: int) -> None:
+    """A repeated or continued prompt has the same state as if it were read in full."""
     monkeypatch.setattr("swiftopt.decoding.loop.FIRST_NEW_SLOTS", first_new)
     own, prompt, states = parts("llama"), words(1, 40), list[Tensor]()
     engine = Engine(PLENTY)
@@ -624,7 +622,7 @@ def test_state_of_a_prompt_counts_what_another_has_read(monkeypatch: pytest.Monk
     torch.testing.assert_close(longer, (40 * again + (41 * anew - 40 * whole)) / 41, atol=1e-3, rtol=1e-3)
 
 
-def test_state_of_a_prompt_counts_what_another_was_reading(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_state_of_a_prompt_includes_a_prefix_of_a_running_request(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("PREFILL_ROWS", "PREFILL_ROWS_BESIDE"):
         monkeypatch.setattr(f"swiftopt.models.runtime.{name}", 8)
     own, head, states = parts("llama"), words(1, 40), dict[int, list[Tensor]]()
@@ -644,7 +642,7 @@ def test_state_of_a_prompt_counts_what_another_was_reading(monkeypatch: pytest.M
 
 @settings(max_examples=40)
 @given(st.data())
-def test_memory_is_never_exceeded_and_everybody_is_served_in_turn(data: st.DataObject) -> None:
+def test_memory_is_never_exceeded_and_requests_are_served_in_order(data: st.DataObject) -> None:
     own = data.draw(st.sampled_from([parts("llama"), in_float64("llama")]))
     memory = data.draw(st.integers(40, 200)) * own.runtime.slot_bytes
     engine, running = Engine(memory), list[tuple[Request[Completion], tuple[int, ...]]]()
@@ -680,7 +678,7 @@ def test_memory_is_never_exceeded_and_everybody_is_served_in_turn(data: st.DataO
     assert engine.n_bytes == 0
 
 
-def test_slots_for_a_search_take_a_share_of_the_memory_and_none_that_a_text_needs() -> None:
+def test_search_slots_take_a_share_of_memory_that_no_text_needs() -> None:
     own = parts("llama")
     engine, held = Engine(160 * own.runtime.slot_bytes), list[tuple[int, int]]()
     for n_prompt in (20, 30, 19, 50):  # 29, 39, 28 and 59 slots with eight new tokens each
@@ -694,7 +692,7 @@ def test_slots_for_a_search_take_a_share_of_the_memory_and_none_that_a_text_need
     assert [len(each.result.token_ids) for each in running] == [8] * 4
 
 
-def test_text_that_memory_does_not_hold_is_refused_and_the_others_go_on() -> None:
+def test_text_beyond_memory_is_refused_and_the_others_continue() -> None:
     own = parts("llama")
     engine = Engine(60 * own.runtime.slot_bytes)
     fits, too_long, behind = (engine.add(request(own, PLAIN, words(n, n), SAMPLINGS[0], 8)) for n in (20, 70, 30))
@@ -720,8 +718,8 @@ def test_buffer_that_grows_with_its_text_changes_no_token(monkeypatch: pytest.Mo
     assert n_slots < sum(next(request(own, build(n, own), ids, how, 40)).capacity for n, ids, how in asked) - 500
 
 
-def test_requests_that_may_write_much_run_beside_one_another_until_they_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One whose buffer cannot grow waits, and loses nothing."""
+def test_requests_with_long_limits_run_together_until_memory_is_full(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request whose buffer cannot grow waits and keeps its tokens."""
     monkeypatch.setattr("swiftopt.decoding.loop.FIRST_NEW_SLOTS", 8)
     own, n_beside = parts("llama"), 0
     engine = Engine(200 * own.runtime.slot_bytes)  # one needs 151
@@ -735,7 +733,7 @@ def test_requests_that_may_write_much_run_beside_one_another_until_they_do(monke
     assert [one.result.token_ids for one in running] == expected
 
 
-def test_request_that_is_cancelled_frees_its_memory_for_those_that_wait() -> None:
+def test_cancelled_request_frees_its_memory_for_waiting_ones() -> None:
     own = parts("llama")
     engine = Engine(60 * own.runtime.slot_bytes)
     holds, waits = (engine.add(request(own, PLAIN, words(n, 20), SAMPLINGS[0], 20)) for n in (1, 2))
@@ -764,7 +762,7 @@ def test_a_thousand_requests_leave_the_memory_as_it_was() -> None:
 
 
 def test_prompt_longer_than_a_pass_is_read_beside_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its pieces ride along in the passes of those that decode."""
+    """Its pieces join the passes of the requests that decode."""
     for name in ("PREFILL_ROWS", "PREFILL_ROWS_BESIDE"):
         monkeypatch.setattr(f"swiftopt.models.runtime.{name}", 8)
     own = parts("llama")
@@ -777,7 +775,7 @@ def test_prompt_longer_than_a_pass_is_read_beside_others(monkeypatch: pytest.Mon
 
 
 def test_draft_model_reads_a_long_prompt_beside_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those that decode get a token for each of its pieces."""
+    """The requests that decode get a token for each piece."""
     monkeypatch.setattr("swiftopt.models.runtime.PREFILL_ROWS_BESIDE", 8)
     own, engine, between = parts("llama", with_model=True), Engine(), [0]
     long, short = words(2, 100), words(1, 4)
@@ -793,7 +791,7 @@ def test_draft_model_reads_a_long_prompt_beside_others(monkeypatch: pytest.Monke
     assert max(between) <= 5, "no more than a draft has steps"
 
 
-def test_stream_decoded_several_prompts_at_once_is_that_of_one_after_the_other(
+def test_stream_gives_the_same_completions_for_any_concurrency(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model, stream = str(save(tmp_path / "model")), tmp_path / "stream.jsonl"

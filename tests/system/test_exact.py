@@ -1,4 +1,4 @@
-"""The promise of our kernels: a row's logits are the same bits whatever is beside it, so output is plain decoding's."""
+"""The native kernels give a row's logits the same bits beside any other rows, so the output equals plain decoding's."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ each_dtype = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], i
 
 @pytest.fixture
 def several_threads() -> Iterator[None]:
-    """Three threads per pass, whatever this process has else."""
+    """Run passes with three threads, whatever the process has otherwise."""
     before = torch.get_num_threads()
     torch.set_num_threads(3)
     yield
@@ -89,7 +89,7 @@ def random_set(seed: int, formats: tuple[tuple[str, str], ...] = ()) -> LayerSet
 
 
 def one_by_one(runtime: Runtime, ids: Sequence[int], buffer: KVBuffer, first: int = 0) -> Tensor:
-    """The logits of a chain (rows, vocab), each row in a pass of its own."""
+    """Return the logits (rows, vocab) of a chain, each row in a separate pass."""
     return torch.cat([runtime.forward(Rows([token], first + i), buffer) for i, token in enumerate(ids)])
 
 
@@ -99,7 +99,7 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
 
 
 def same_slots(one: KVBuffer, other: KVBuffer, n: int) -> bool:
-    """Keys and values of the first `n` slots of all layers."""
+    """Return keys and values of the first `n` slots of all layers."""
     pairs = zip((*one.keys, *one.values), (*other.keys, *other.values), strict=True)
     return all(same_bits(a[:, :n], b[:, :n]) for a, b in pairs)
 
@@ -108,8 +108,8 @@ def same_slots(one: KVBuffer, other: KVBuffer, n: int) -> bool:
 
 
 @each_family
-def test_passes_compute_what_torch_computes(family: str) -> None:
-    """In float32 to its rounding; in bfloat16 no further from float64 than torch's own kernels are."""
+def test_passes_agree_with_torch(family: str) -> None:
+    """In float32 up to rounding errors; in bfloat16 the error against float64 is at most that of torch's kernels."""
     ids = words(1, 40)
 
     def logits(runtime: Runtime) -> list[Tensor]:
@@ -148,7 +148,7 @@ def test_prompt_in_any_pieces_gives_the_same_bits(family: str, dtype: torch.dtyp
 
 @each_family
 @each_dtype
-def test_chain_of_any_length_gives_the_bits_of_one_row_after_the_other(family: str, dtype: torch.dtype) -> None:
+def test_chain_of_any_length_gives_the_bits_of_single_rows(family: str, dtype: torch.dtype) -> None:
     runtime = native(family, dtype)
     for base, seed in ((1, 3), (9, 4), (30, 5)):
         ids = words(seed, base + 20)
@@ -165,8 +165,8 @@ def test_chain_of_any_length_gives_the_bits_of_one_row_after_the_other(family: s
 
 @each_family
 @each_dtype
-def test_nodes_of_a_tree_have_the_bits_of_their_own_paths(family: str, dtype: torch.dtype) -> None:
-    """Random trees, their paths in any slots; then one path is moved together, as decoding does, and goes on."""
+def test_nodes_of_a_tree_have_the_bits_of_their_paths(family: str, dtype: torch.dtype) -> None:
+    """Trees are random, with paths in any slots; then a path is compacted, as in decoding, and continued."""
     runtime = native(family, dtype)
     for seed in range(4):
         rng = random.Random(seed)
@@ -199,8 +199,8 @@ def test_nodes_of_a_tree_have_the_bits_of_their_own_paths(family: str, dtype: to
 
 @each_dtype
 @pytest.mark.parametrize("shape", [(10, 1, 10), (9, 3, 64), (20, 2, 36), (12, 12, 96), (8, 4, 128)])
-def test_heads_of_any_number_and_width_read_what_torch_reads(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
-    """Heads, key heads and their width; the text is longer than the kernels take slots at a time."""
+def test_attention_of_any_heads_agrees_with_torch(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
+    """Heads, key heads and widths vary; the text has more slots than the kernels read at a time."""
     library()
     heads, kv_heads, width = shape
     size = {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": width, "hidden_size": 4 * heads}
@@ -223,15 +223,15 @@ def test_heads_of_any_number_and_width_read_what_torch_reads(shape: tuple[int, i
 
 @pytest.fixture(scope="module", params=LEVELS)
 def wide(request: pytest.FixtureRequest) -> Runtime:
-    """Six heads a key head, of a width that fills no whole tile, at each level that this processor can run."""
+    """Return a model with six heads per key head and a width of partial tiles, at each level of this processor."""
     found = library(request.param)
     runtime = tiny_runtime("llama", torch.bfloat16, max_position_embeddings=2048, **WIDE)
     runtime.native = NativePasses(runtime, found)
     return runtime
 
 
-def test_rows_behind_a_text_of_several_blocks_have_the_bits_of_one_row(wide: Runtime) -> None:
-    """A block is 512 places: chains and trees that end before, at and behind its edges, and the text in any chunks."""
+def test_rows_after_several_blocks_have_the_bits_of_one_row(wide: Runtime) -> None:
+    """A block has 512 slots; chains and trees end before, at and after its edges; the text has any chunks."""
     ids = words(3, 1060)
     whole = wide.new_buffer(1060)
     wide.forward(Rows(ids, 0), whole, [0])
@@ -252,8 +252,8 @@ def test_rows_behind_a_text_of_several_blocks_have_the_bits_of_one_row(wide: Run
         assert same_bits(chain, one_by_one(wide, ids[base : base + 18], plain, base))
 
 
-def test_row_that_is_no_number_leaves_rows_before_it_as_they_are(wide: Runtime) -> None:
-    """Rows of a chunk are computed together, and 0 times what is no number would be none."""
+def test_nan_row_does_not_change_rows_before_it(wide: Runtime) -> None:
+    """Rows of a chunk are computed together, and 0 · NaN would be NaN."""
     ids, n = words(4, 90), 40
     hidden = wide.embed(ids, 0).clone()
     clean = wide.run_layers(hidden, 0, wide.new_buffer(90), 0, 1)
@@ -263,7 +263,7 @@ def test_row_that_is_no_number_leaves_rows_before_it_as_they_are(wide: Runtime) 
         assert same_bits(found[:n], clean[:n]) and not found[n].isfinite().all()
 
 
-def test_long_text_is_read_as_near_to_float64_as_torch_reads_it(wide: Runtime) -> None:
+def test_long_text_is_as_close_to_float64_as_torch(wide: Runtime) -> None:
     ids, size = words(6, 700), 700
     model = tiny_model("llama", torch.bfloat16, max_position_embeddings=2048, **WIDE)
     info = ModelInfo("tiny", "llama", 4, 1)
@@ -276,7 +276,7 @@ def test_long_text_is_read_as_near_to_float64_as_torch_reads_it(wide: Runtime) -
 
 @each_family
 @each_dtype
-def test_variants_of_one_pass_have_the_bits_of_passes_of_their_own(family: str, dtype: torch.dtype) -> None:
+def test_variants_of_one_pass_have_the_bits_of_separate_passes(family: str, dtype: torch.dtype) -> None:
     runtime, base, n = native(family, dtype), 20, 3
     ids = words(9, base + n)
     for seed, formats in enumerate(FORMATS):
@@ -305,7 +305,7 @@ def test_variants_of_one_pass_have_the_bits_of_passes_of_their_own(family: str, 
 
 
 def random_pass(runtime: Runtime, rng: random.Random, context: int, capacity: int) -> Pass:
-    """A chain, a tree or drafts of several layer sets behind a text of that length, in a buffer of its own."""
+    """Return a pass of a chain, a tree or drafts of several layer sets after a text of that length."""
     buffer, n = runtime.new_buffer(capacity), rng.choice((1, 1, 3, 6))
     if context:
         runtime.prefill(words(context, context), buffer)
@@ -327,8 +327,8 @@ def random_pass(runtime: Runtime, rng: random.Random, context: int, capacity: in
 
 @each_family
 @each_dtype
-def test_sequences_of_one_pass_have_the_bits_of_passes_of_their_own(family: str, dtype: torch.dtype) -> None:
-    """Chains, trees and drafts of any layer sets and formats, each sequence with keys and values of its own."""
+def test_sequences_of_one_pass_have_the_bits_of_separate_passes(family: str, dtype: torch.dtype) -> None:
+    """The sequences are chains, trees and drafts of any layer sets and formats, each with its own keys and values."""
     runtime = native(family, dtype)
     for seed in range(6):
         rng = random.Random(seed)
@@ -344,8 +344,8 @@ def test_sequences_of_one_pass_have_the_bits_of_passes_of_their_own(family: str,
 
 
 @each_family
-def test_sequences_share_a_pass_where_torch_computes(family: str) -> None:
-    """One run of each linear map for all of them, and what each would get alone, but for rounding (float64)."""
+def test_sequences_share_a_pass_of_torch(family: str) -> None:
+    """Each linear map runs once for all of them, and logits equal those of separate passes up to rounding (float64)."""
     runtime = tiny_runtime(family)
     for seed in range(4):
         contexts = [random.Random(seed).choice((0, 1, 13, 40)) + 3 * i for i in range(4)]
@@ -363,8 +363,8 @@ def test_sequences_share_a_pass_where_torch_computes(family: str) -> None:
 
 
 @each_family
-def test_layers_in_two_parts_give_the_bits_of_all_at_once(family: str) -> None:
-    """What leaves the model early goes on where it stopped."""
+def test_layers_in_two_parts_give_the_bits_of_one_run(family: str) -> None:
+    """Rows that left the model early continue from where they stopped."""
     runtime, ids = native(family), words(4, 18)
     whole, parts = runtime.new_buffer(20), runtime.new_buffer(20)
     states: dict[int, list[Tensor]] = {1: [], 3: []}
@@ -382,7 +382,7 @@ def test_layers_in_two_parts_give_the_bits_of_all_at_once(family: str) -> None:
 
 
 @each_family
-def test_threads_of_a_pass_change_no_bit(family: str, several_threads: None) -> None:
+def test_number_of_threads_changes_no_bit(family: str, several_threads: None) -> None:
     runtime, ids = native(family), words(6, 40)
     draft = random_set(2, FORMATS[2])
     runtime.copies.prepare(draft)
@@ -395,8 +395,8 @@ def test_threads_of_a_pass_change_no_bit(family: str, several_threads: None) -> 
     assert same_bits(seen[0], seen[1]) and same_bits(seen[1], seen[2])
 
 
-def test_buffer_that_another_request_has_used_gives_the_same_bits() -> None:
-    """What lies behind the slots of a pass is never read."""
+def test_reused_buffer_gives_the_same_bits() -> None:
+    """Slots after those of a pass are never read."""
     runtime, ids = native("gemma3"), words(8, 30)
     clean = runtime.new_buffer(40)
     used = runtime.new_buffer(40)
@@ -417,7 +417,7 @@ def test_pass_that_does_not_fit_its_buffer_is_refused_before_it_writes() -> None
     assert not any(part.any() for part in (*buffer.keys, *buffer.values))
 
 
-def test_slots_before_those_of_a_mask_are_all_seen_or_the_first_ones() -> None:
+def test_slots_before_a_mask_are_all_visible_or_only_the_first_ones() -> None:
     own = torch.eye(2, dtype=torch.bool)
     assert Rows([3], 4).seen() is None
     whole, some = Rows([3, 4], 3, [3, 3], own).seen(), Rows([3, 4], 3, [1, 1], own, n_read=1).seen()
@@ -462,7 +462,7 @@ def test_every_method_gives_plain_tokens_in_bfloat16(family: str, name: str, wit
 @pytest.mark.parametrize(("name", "sampling", "is_exact"), [
     ("spd", GREEDY, True), ("spd", WARM, False), ("prompt-lookup", WARM, True), ("plain", WARM, True),
 ])  # fmt: skip
-def test_only_tokens_of_plain_decoding_are_called_exact(name: str, sampling: Sampling, is_exact: bool) -> None:
+def test_only_lossless_tokens_are_marked_exact(name: str, sampling: Sampling, is_exact: bool) -> None:
     own, ids = parts("llama", name in WITH_A_MODEL), repeating(0)
     done = decode(own.runtime, ids, build(name, own), TokenRule.of(sampling, None, len(ids)), Ending(N_NEW))
     assert done.exact == is_exact
@@ -471,7 +471,7 @@ def test_only_tokens_of_plain_decoding_are_called_exact(name: str, sampling: Sam
 @each_family
 @pytest.mark.parametrize("sampling", [GREEDY, WARM, SHAPED], ids=["greedy", "sampled", "shaped"])
 def test_any_draft_in_any_format_gives_plain_tokens_in_bfloat16(family: str, sampling: Sampling) -> None:
-    """The formats are taken in turns, two of them for each family and kind of sampling."""
+    """Each family and kind of sampling has two of the formats, in rotation."""
     runtime, drafted, turn = native(family), 0, list(CONFIGS).index(family) + (GREEDY, WARM, SHAPED).index(sampling)
     for seed in (turn, turn + 2):
         ids, formats = words(seed, 11), FORMATS[seed % len(FORMATS)]
@@ -488,7 +488,7 @@ def test_any_draft_in_any_format_gives_plain_tokens_in_bfloat16(family: str, sam
 
 
 def logprobs_anew(runtime: Runtime, text: list[int], first: int, n_top: int) -> list[TokenLogprob]:
-    """Those of the tokens from `first` on, of one pass over the whole text."""
+    """Return the log probabilities of the tokens from `first` on, of one pass over the whole text."""
     logits = runtime.forward(Rows(text, 0), runtime.new_buffer(len(text)))
     return list(token_logprobs(logits[first - 1 :], text[first:], n_top))
 
@@ -498,10 +498,10 @@ def logprobs_anew(runtime: Runtime, text: list[int], first: int, n_top: int) -> 
     ("name", "families"),
     taken_in_turns([name for name in METHODS if name != "mtjd"], ("llama", "gemma3", "gpt2"), 1),
 )
-def test_log_probabilities_are_the_bits_of_one_pass_over_the_text(
+def test_log_probabilities_equal_those_of_one_pass_bitwise(
     name: str, families: Sequence[str], sampling: Sampling
 ) -> None:
-    """Lossy methods too; those of plain decoding are then those of every lossless method."""
+    """This holds for lossy methods too, and makes those of all lossless methods equal to plain decoding's."""
     (family,) = families
     own = parts(family, with_model=True)
     for seed in range(2):
@@ -517,8 +517,8 @@ def test_log_probabilities_are_the_bits_of_one_pass_over_the_text(
         assert len(told) == N_NEW and all(len(each.top) == seed * 3 for each in told)
 
 
-def test_log_probabilities_are_the_models_own() -> None:
-    """Of the logits before any processor; the most probable tokens come in order."""
+def test_log_probabilities_are_of_unprocessed_logits() -> None:
+    """They are of the logits before any processor, and the most probable tokens are in order."""
     runtime, ids = tiny_runtime("llama"), repeating(1)
     rule, ending = TokenRule.of(SHAPED, None, len(ids)), Ending(8)
     work = decoding(runtime, ids, PLAIN, rule, ending, logprobs=5, prompt_logprobs=True)
@@ -532,8 +532,8 @@ def test_log_probabilities_are_the_models_own() -> None:
     assert [[token_id for token_id, _ in each.top] for each in told] == expected.topk(5).indices.tolist()
 
 
-def test_log_probabilities_of_a_prompt_cross_its_passes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And what another request has read of it is read again."""
+def test_log_probabilities_of_a_prompt_span_several_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prefix that another request has read is read again."""
     runtime, ids = native("gemma3"), words(4, 50)
     expected = logprobs_anew(runtime, ids, 1, 2)
     monkeypatch.setattr("swiftopt.models.runtime.PREFILL_ROWS", 16)
@@ -553,7 +553,7 @@ def test_log_probabilities_of_a_prompt_cross_its_passes(monkeypatch: pytest.Monk
 
 
 @pytest.mark.wing("papers")
-def test_method_that_has_no_log_probabilities_is_refused_before_it_begins() -> None:
+def test_method_without_log_probabilities_is_refused_first() -> None:
     own, ids = parts("llama"), repeating(1)
     work = decoding(own.runtime, ids, build("mtjd", own), TokenRule.of(GREEDY, None), Ending(4), logprobs=0)
     with pytest.raises(SettingsError, match=r"mtjd.*no log probabilities"):
@@ -592,7 +592,7 @@ def answer(runtime: Runtime, ids: list[int], to: Connection) -> None:
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_forked_process_computes_the_same_bits(several_threads: None) -> None:
-    """The team's threads do not live on in a child; twice, for the parent goes on beside it."""
+    """The team's threads do not exist in a child. Two forks, because the parent continues beside it."""
     runtime, ids = native("llama"), words(3, 12)
     context = multiprocessing.get_context("fork")
     for _ in range(2):
@@ -610,7 +610,7 @@ def test_forked_process_computes_the_same_bits(several_threads: None) -> None:
             child.join()
 
 
-def test_weights_of_gpt2_are_laid_out_anew_only_where_that_is_allowed() -> None:
+def test_weights_of_gpt2_are_transposed_only_if_allowed() -> None:
     library()
     for lay_out in (False, True):
         runtime = tiny_runtime("gpt2", torch.bfloat16)
@@ -634,7 +634,7 @@ def test_weights_of_gpt2_are_laid_out_anew_only_where_that_is_allowed() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
-def test_dtypes_that_the_kernels_have_not_are_left_to_torch(dtype: torch.dtype) -> None:
+def test_unsupported_dtypes_are_left_to_torch(dtype: torch.dtype) -> None:
     library()
     runtime = tiny_runtime("llama", dtype)
     with pytest.raises(SettingsError, match=f"weights of {dtype} are computed by torch"):
@@ -646,7 +646,7 @@ def test_dtypes_that_the_kernels_have_not_are_left_to_torch(dtype: torch.dtype) 
 # -- changes of mind ---------------------------------------------------------------------------------------------------
 
 
-def test_head_in_a_format_is_made_when_a_pass_wants_it() -> None:
+def test_quantised_head_is_made_on_first_use() -> None:
     runtime = native_runtime("llama")
     rows = Rows([3, 1, 4], 0, variants=(LayerSet(4, formats=(("head", "int4"),)),))
     first = runtime.forward(rows, runtime.new_buffer(4))
@@ -654,7 +654,7 @@ def test_head_in_a_format_is_made_when_a_pass_wants_it() -> None:
     assert same_bits(runtime.forward(rows, runtime.new_buffer(4)), first)
 
 
-def test_copies_that_were_made_for_torch_are_made_anew() -> None:
+def test_copies_for_torch_are_remade_for_the_kernels() -> None:
     library()
     runtime = tiny_runtime("llama", torch.bfloat16)
     draft = LayerSet(4, formats=FORMATS[1])
@@ -663,7 +663,7 @@ def test_copies_that_were_made_for_torch_are_made_anew() -> None:
     assert runtime.forward(Rows([3, 1], 0, variants=(draft,)), runtime.new_buffer(4)).isfinite().all()
 
 
-def test_runtime_goes_back_to_torch_when_it_is_told_to() -> None:
+def test_runtime_returns_to_torch_on_request() -> None:
     runtime, ids = native_runtime("llama"), words(1, 9)
     at_speed(runtime, "eager")
     assert (runtime.speed, runtime.native, runtime.exact, runtime.copies.packed) == ("eager", None, False, False)
@@ -671,7 +671,7 @@ def test_runtime_goes_back_to_torch_when_it_is_told_to() -> None:
     assert torch.equal(*(each.forward(Rows(ids, 0), each.new_buffer(9)) for each in (runtime, eager)))
 
 
-def test_refused_speed_has_laid_no_weights_out() -> None:
+def test_refused_speed_leaves_the_weights_unchanged() -> None:
     library()
     runtime = tiny_runtime("gpt2", torch.float64)
     maps = [m for m in runtime.hf_model.modules() if isinstance(m, Conv1D)]

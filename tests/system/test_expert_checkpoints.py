@@ -1,4 +1,4 @@
-"""Quantised checkpoints of mixtures: what the codes of experts stand for, and that drafts by them change no token."""
+"""Quantised checkpoints of mixtures: the weights of the experts' codes, and equal tokens with drafts."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def tiny(family: str) -> Any:
 
 
 def apart(stored: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Maps of experts one by one, (out, in), as tools that quantise write them."""
+    """Return the experts' maps (out, in) one by one, as quantisation tools write them."""
     one_by_one = dict[str, Tensor]()
     for name, value in stored.items():
         match = FUSED.fullmatch(name)
@@ -55,7 +55,7 @@ def apart(stored: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def together(one_by_one: dict[str, Tensor], stored: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors of `stored`, of such maps."""
+    """Return the tensors of `stored` with joined maps."""
     fused = {name: value for name, value in one_by_one.items() if name in stored}
     for name in stored:
         if (match := FUSED.fullmatch(name)) is not None:
@@ -67,7 +67,7 @@ def together(one_by_one: dict[str, Tensor], stored: dict[str, Tensor]) -> dict[s
 
 
 def quantised_folder(folder: Path, family: str, packing: Packing) -> Path:
-    """Write a tiny mixture with its maps quantised one by one, and a folder of what the codes stand for."""
+    """Write a tiny mixture with maps quantised one by one, and a folder with the de-quantised weights."""
     save_words(folder)
     tiny(family).save_pretrained(folder)
     saved = load_file(folder / "model.safetensors")
@@ -95,7 +95,7 @@ def _written(folder: Path, stored: dict[str, Tensor], meant: dict[str, Tensor], 
 
 
 def mxfp4_folder(folder: Path) -> Path:
-    """As gpt-oss is stored: codes of 32 inputs, two in a byte, and the exponents of their scales."""
+    """Write a model like gpt-oss: codes of 32 inputs, two in a byte, and the exponents of their scales."""
     save_words(folder)
     tiny("gpt_oss").save_pretrained(folder)
     stored = {name: value.bfloat16() for name, value in load_file(folder / "model.safetensors").items()}
@@ -113,7 +113,7 @@ def mxfp4_folder(folder: Path) -> Path:
 
 
 def check(folder: Path, right: Path, keeps: bool = True) -> None:
-    """The logits of transformers by de-quantised weights; codes kept by our kernels, exact, and said before loading."""
+    """Check logits against de-quantised weights, that the native kernels keep the codes, and the reported memory."""
     model = AutoModelForCausalLM.from_pretrained(right, dtype=torch.float32).eval().requires_grad_(False)
     expected = model(torch.tensor([IDS])).logits[0]
     eager = logits_of(load(str(folder), "float32", "cpu", speed="eager"))
@@ -178,7 +178,7 @@ def test_experts_in_mxfp4_keep_their_codes(tmp_path: Path) -> None:
 def test_a_mixture_says_which_share_of_its_bytes_was_read(
     stored: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Experts are most bytes: the share does not wait for the last of them, and reaches the whole."""
+    """Experts are most of the bytes, so the share grows while they are read, and reaches 100 %."""
     monkeypatch.setattr("swiftopt.models.saved.REPORT_S", -1.0)
     library()
     path = tmp_path

@@ -1,4 +1,4 @@
-"""Plans for other engines: restacked layers compute what the layer set computes, and the files are whole and run."""
+"""Plans for other engines: restacked layers give the layer set's logits, and the files are complete and run."""
 
 from __future__ import annotations
 
@@ -65,13 +65,13 @@ IDS = [1, 2, 3, 4, 5, 60, 61, 62, 7, 8, 9, 10, 11, 90, 91, 92]  # more than the 
 
 
 def set_of(kept: tuple[bool, ...]) -> LayerSet:
-    """The set that keeps those sub-layers, in the order in which they run."""
+    """Return the set that keeps these sub-layers, in the order of running."""
     left_out = [frozenset(i for i, keep in enumerate(kept[first::2]) if not keep) for first in (0, 1)]
     return LayerSet(len(kept) // 2, *left_out)
 
 
 def alternates(kept: tuple[bool, ...]) -> bool:
-    """By the definition: what is left is attention, MLP, attention, MLP, …, at least one of each."""
+    """Whether the kept sub-layers are attention, MLP, attention, MLP, …, at least one of each."""
     left = [place % 2 for place, keep in enumerate(kept) if keep]
     return bool(left) and left == [0, 1] * (len(left) // 2)
 
@@ -97,7 +97,7 @@ def written(folder: Path, layer_set: LayerSet, parallel: bool = False, no_ops: b
 
 
 def logits_of(folder: Path) -> torch.Tensor:
-    """Of the checkpoint as transformers loads and computes it."""
+    """Return the checkpoint's logits as transformers computes them."""
     auto: Any = AutoModelForCausalLM
     with quiet():  # sdpa: the eager attention computes its softmax in float32
         model, found = auto.from_pretrained(
@@ -110,7 +110,7 @@ def logits_of(folder: Path) -> torch.Tensor:
 
 
 class Nothing(torch.nn.Module):
-    """A half that a layer lacks: it adds zero. An attention returns its weights, too."""
+    """Replaces a missing half of a layer and adds zero; as an attention it returns weights too."""
 
     def __init__(self, attention: bool) -> None:
         super().__init__()
@@ -122,7 +122,7 @@ class Nothing(torch.nn.Module):
 
 
 def logits_by_blocks(folder: Path) -> torch.Tensor:
-    """Of a checkpoint with layers of one half, by its definition: Llama's layers, without the halves that are no_op."""
+    """Return logits of a checkpoint with layers of one half: Llama's layers without the halves that are no_op."""
     config = NoOpsConfig.from_pretrained(folder)
     bias_out = config.attention_bias
     config.attention_bias = getattr(config, "qkv_bias", bias_out)
@@ -145,7 +145,7 @@ def logits_by_blocks(folder: Path) -> torch.Tensor:
 
 @pytest.fixture(scope="module", params=variants(FAMILIES))
 def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Runtime]:
-    """A tiny model in float64, as a folder and as a runtime."""
+    """Save a tiny float64 model; return its folder and runtime."""
     depth = "n_layer" if request.param == "gpt2" else "num_hidden_layers"
     changed: dict[str, Any] = {depth: DEPTH}
     if "layer_types" in CONFIGS[request.param].to_dict():
@@ -193,7 +193,7 @@ def test_checkpoint_with_layers_of_one_half_has_the_logits_of_the_skipped_model(
 
 
 def test_logits_of_another_set_differ(saved: tuple[Path, Runtime]) -> None:
-    """So that the equality above is of the sets, not of a model that ignores its layers."""
+    """The equality above is thus not that of a model that ignores its layers."""
     folder, runtime = saved
     with written(folder, LayerSet(DEPTH, frozenset({2}), frozenset({2})), runtime.parallel) as out:
         other = runtime.forward(Rows(IDS, 0), runtime.new_buffer(len(IDS)))
@@ -201,8 +201,8 @@ def test_logits_of_another_set_differ(saved: tuple[Path, Runtime]) -> None:
 
 
 @given(kept=st.tuples(*[st.booleans()] * 2 * DEPTH))
-def test_a_set_has_pairs_exactly_where_it_alternates(kept: tuple[bool, ...]) -> None:
-    """With layers of one half, where it begins with attention."""
+def test_set_has_pairs_exactly_if_it_alternates(kept: tuple[bool, ...]) -> None:
+    """With layers of one half, a set has pairs if it begins with attention."""
     layer_set = set_of(kept)
     left = [i for i, keep in enumerate(kept) if keep]
     if left and left[0] % 2 == 0:
@@ -222,8 +222,8 @@ def test_a_set_has_pairs_exactly_where_it_alternates(kept: tuple[bool, ...]) -> 
 
 
 @pytest.mark.parametrize("depth", [1, 2, 4])
-def test_nearest_sets_are_all_those_with_the_fewest_changes(depth: int) -> None:
-    """Against every set there is."""
+def test_nearest_sets_have_the_fewest_changes(depth: int) -> None:
+    """Compared with all possible sets."""
     everything = [set_of(kept) for kept in product((False, True), repeat=2 * depth) if alternates(kept)]
     for kept in product((False, True), repeat=2 * depth):
         layer_set = set_of(kept)
@@ -248,7 +248,7 @@ def test_nearest_set_of_the_deepest_model_is_found_at_once() -> None:
 
 
 @given(kept=st.tuples(*[st.booleans()] * 2 * DEPTH))
-def test_parallel_models_are_parted_by_whole_layers_only(kept: tuple[bool, ...]) -> None:
+def test_parallel_models_are_split_only_at_whole_layers(kept: tuple[bool, ...]) -> None:
     layer_set = set_of(kept)
     (found,) = nearest(layer_set, parallel=True, most=1)
     assert found.skip_attn == found.skip_mlp and all(a == m for a, m in pairs_of(found, parallel=True))
@@ -258,7 +258,7 @@ def test_parallel_models_are_parted_by_whole_layers_only(kept: tuple[bool, ...])
 
 
 @pytest.mark.parametrize("family", BY_LAYER)
-def test_models_with_attention_types_by_layer_are_refused(family: str, tmp_path: Path) -> None:
+def test_models_with_several_attention_types_are_refused(family: str, tmp_path: Path) -> None:
     folder = save(tmp_path / "model", family)
     with pytest.raises(UnsupportedModel, match="attention types by layer"):
         write_restacked(folder, [(0, 0)], tmp_path)
@@ -270,7 +270,7 @@ def test_gpt2_that_scales_by_the_layers_index_is_refused(tmp_path: Path) -> None
         write_restacked(folder, [(0, 0)], tmp_path)
 
 
-def test_large_checkpoints_are_parted_and_have_their_tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_checkpoints_are_sharded_and_have_a_tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, layer_set = save(tmp_path / "model"), LayerSet(4, frozenset({1}), frozenset({1}))
     with written(folder, layer_set) as out:
         whole = logits_of(out)
@@ -302,14 +302,14 @@ def plan_of(layer_set: LayerSet | None, method: str = "swift", **known: Any) -> 
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny model whose rows part into blocks of 32."""
+    """Return a tiny model whose rows are multiples of blocks of 32."""
     folder = save(tmp_path_factory.mktemp("tiny"))
     tiny_model("llama", torch.float32, intermediate_size=64).save_pretrained(folder)
     return folder
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_every_engine_gets_a_draft_its_settings_and_a_page(tiny: Path, tmp_path: Path, engine: str) -> None:
+def test_every_engine_gets_a_draft_with_settings_and_a_readme(tiny: Path, tmp_path: Path, engine: str) -> None:
     made = export(plan_of(SKIPPING, acceptance_rate=0.9), str(tiny), engine, tmp_path / "out")
     row, page = ENGINES[engine], (tmp_path / "out" / "README.md").read_text()
     draft = "draft.gguf" if engine in ("llamacpp", "openvino") else "draft/model.safetensors"
@@ -331,7 +331,7 @@ def test_every_engine_gets_a_draft_its_settings_and_a_page(tiny: Path, tmp_path:
 
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang", "tensorrt-llm"])
-def test_path_with_a_space_is_one_word_of_the_line(tmp_path: Path, engine: str) -> None:
+def test_path_with_a_space_is_quoted_in_the_command(tmp_path: Path, engine: str) -> None:
     folder = save(tmp_path / "my model")
     export(plan_of(None, "prompt-lookup"), str(folder), engine, tmp_path / "out")
     lines = re.findall(r"```bash\n(.+?)\n```", (tmp_path / "out" / "README.md").read_text(), re.DOTALL)
@@ -339,7 +339,7 @@ def test_path_with_a_space_is_one_word_of_the_line(tmp_path: Path, engine: str) 
 
 
 @pytest.mark.parametrize("layer_set", [SKIPPING, None], ids=["draft", "text"])
-def test_lines_for_transformers_run_and_have_the_targets_own_tokens(
+def test_lines_for_transformers_run_and_give_the_targets_tokens(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layer_set: LayerSet | None
 ) -> None:
     found = plan_of(layer_set, "swift" if layer_set else "prompt-lookup")
@@ -359,15 +359,15 @@ def test_lines_for_transformers_run_and_have_the_targets_own_tokens(
 
 
 @pytest.mark.parametrize("engine", ["transformers", "vllm"])
-def test_confidence_below_which_drafts_end_is_said_to_transformers(tiny: Path, tmp_path: Path, engine: str) -> None:
+def test_stop_threshold_is_passed_to_transformers(tiny: Path, tmp_path: Path, engine: str) -> None:
     found = plan_of(SKIPPING, settings=SwiftSettings(stop_threshold=0.6).to_json())
     export(found, str(tiny), engine, tmp_path / "out")
     values = json.loads((tmp_path / "out" / "export.json").read_text())["settings"]
     assert values.get("assistant_confidence_threshold") == (0.6 if engine == "transformers" else None)
 
 
-def test_layer_set_for_transformers_is_the_plans_own(tmp_path: Path) -> None:
-    """Also of a model whose sub-layers are no checkpoint, and of a plan that only has fewer bits."""
+def test_layer_set_for_transformers_is_that_of_the_plan(tmp_path: Path) -> None:
+    """This includes models whose sub-layers cannot be a checkpoint, and plans that only have formats."""
     gemma, sets = save(tmp_path / "gemma", "gemma3"), (SKIPPING, LayerSet(4).filled("int8"))
     for number, layer_set in enumerate(sets):
         made = export(plan_of(layer_set), str(gemma), "transformers", tmp_path / str(number))
@@ -382,10 +382,10 @@ def test_layer_set_for_transformers_is_the_plans_own(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("format_name", [None, "int4"])
-def test_vllm_gets_a_set_that_does_not_alternate_as_it_is(
+def test_vllm_gets_a_set_that_does_not_alternate_unchanged(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, format_name: str | None
 ) -> None:
-    """Its tensors bit by bit, or the same maps rounded; and a config whose blocks have attributes."""
+    """Its tensors are equal bitwise, or the same maps rounded, and the blocks of its config have attributes."""
     layer_set = SKIPPING if format_name is None else SKIPPING.filled(format_name)
     made = export(plan_of(layer_set), str(tiny), "vllm", tmp_path / "out")
     out = tmp_path / "out" / "draft"
@@ -419,8 +419,8 @@ def test_vllm_gets_a_set_that_does_not_alternate_as_it_is(
     assert not has_no_ops(out)
 
 
-def test_models_that_vllms_blocks_do_not_compute_get_the_nearest_set(tiny: Path, tmp_path: Path) -> None:
-    """Among them one with code of its own, which --trust-remote-code would run."""
+def test_models_without_vllms_block_checkpoint_get_the_nearest_set(tiny: Path, tmp_path: Path) -> None:
+    """One of them has its own code, which --trust-remote-code would run."""
     qwen, window = save(tmp_path / "qwen3", "qwen3"), save(tmp_path / "window", "mistral-window")
     other = edit_config(save(tmp_path / "other"), hidden_act="gelu")
     coded = edit_config(save(tmp_path / "coded"), auto_map={"AutoConfig": "mine.Mine"})
@@ -448,7 +448,7 @@ def test_gguf_draft_has_the_function_of_the_set(tiny: Path, tmp_path: Path) -> N
 
 @pytest.mark.parametrize(("name", "kind"), [("int4", "Q4_0"), ("int8", "Q8_0")])
 @pytest.mark.parametrize("engine", ["llamacpp", "openvino"])
-def test_fewer_bits_are_gguf_types(tiny: Path, tmp_path: Path, name: str, kind: str, engine: str) -> None:
+def test_formats_become_gguf_types(tiny: Path, tmp_path: Path, name: str, kind: str, engine: str) -> None:
     found = plan_of(LayerSet(4, frozenset({1}), frozenset({1})).filled(name))
     export(found, str(tiny), engine, tmp_path / "llama")
     tensors = {each.name: each for each in gguf.GGUFReader(str(tmp_path / "llama" / "draft.gguf")).tensors}
@@ -456,7 +456,7 @@ def test_fewer_bits_are_gguf_types(tiny: Path, tmp_path: Path, name: str, kind: 
 
 
 def defined(tensors: dict[str, torch.Tensor], name: str, bits: int, group: int) -> torch.Tensor:
-    """A map's weight by compressed-tensors' definition: code i of a row lies in bits i · bits … of its words."""
+    """Return a map's weight by compressed-tensors' definition: code i of a row starts at bit i · bits of its words."""
     _, width = tensors[f"{name}.weight_shape"].tolist()
     words = tensors[f"{name}.weight_packed"].numpy().view(np.uint32).astype(np.int64)
     places = [divmod(bits * i, 32) for i in range(width)]
@@ -465,10 +465,10 @@ def defined(tensors: dict[str, torch.Tensor], name: str, bits: int, group: int) 
 
 
 @pytest.mark.parametrize(("engine", "name"), [("vllm", "int4"), ("sglang", "int4-32"), ("vllm", "int8")])
-def test_fewer_bits_are_compressed_tensors_that_mean_the_model(
+def test_formats_become_compressed_tensors_of_the_same_weights(
     tiny: Path, tmp_path: Path, name: str, engine: str
 ) -> None:
-    """Skipped sub-layers and fewer bits at once: written, read by the definition, and as a model of ours."""
+    """Skipped sub-layers and formats together are written, read by the definition, and loaded as a model."""
     formats = (("mlp", name), ("attn", name), ("attn:2", "stored"))
     layer_set = LayerSet(4, frozenset({1}), frozenset({1}), formats=formats)
     made = export(plan_of(layer_set), str(tiny), engine, tmp_path / "out")
@@ -503,7 +503,7 @@ def test_fewer_bits_are_compressed_tensors_that_mean_the_model(
         assert not torch.allclose(ours, logits_of(tmp_path / "stored" / "draft").float(), rtol=1e-4, atol=1e-4)
 
 
-def test_a_plan_in_fewer_bits_is_a_draft_where_the_engine_takes_one(tiny: Path, tmp_path: Path) -> None:
+def test_plan_with_formats_is_a_draft_for_engines_that_accept_one(tiny: Path, tmp_path: Path) -> None:
     adaptive = FoundPlan(Plan("adaptive", None, {"draft_format": "int4"}), 1, None)
     for number, engine in enumerate(("vllm", "sglang", "llamacpp", "openvino")):
         made = export(adaptive, str(tiny), engine, tmp_path / str(number))
@@ -517,7 +517,7 @@ def test_a_plan_in_fewer_bits_is_a_draft_where_the_engine_takes_one(tiny: Path, 
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-def test_rounding_to_four_bits_errs_less_than_by_the_largest_weight(dtype: torch.dtype) -> None:
+def test_rounding_to_four_bits_beats_scales_of_the_largest_weight(dtype: torch.dtype) -> None:
     weight = torch.randn(8, 256, generator=torch.Generator().manual_seed(0)).to(dtype)
     weight[0] = 0
     codes, scales = rounded(weight, 4, 64)
@@ -528,7 +528,7 @@ def test_rounding_to_four_bits_errs_less_than_by_the_largest_weight(dtype: torch
     assert scales.dtype == dtype and error < 0.95 * naive and (codes[0] == 8).all()
 
 
-def test_plan_that_was_tuned_in_an_engine_has_the_draft_and_the_length_found_there(tiny: Path, tmp_path: Path) -> None:
+def test_plan_tuned_in_an_engine_has_its_draft_and_length(tiny: Path, tmp_path: Path) -> None:
     def tuned(drafts: str, engine: str = "llamacpp", layer_set: LayerSet | None = None) -> FoundPlan:
         found = plan_of(layer_set, "spd")
         settings = {"drafts": drafts, "draft_tokens": 7}
@@ -560,7 +560,7 @@ def test_plan_that_was_tuned_in_an_engine_has_the_draft_and_the_length_found_the
         export(tuned("server"), str(tiny), "llamacpp", tmp_path / "other")
 
 
-def test_plan_that_cannot_be_exported_leaves_nothing(tiny: Path, tmp_path: Path) -> None:
+def test_failed_export_of_a_plan_leaves_no_files(tiny: Path, tmp_path: Path) -> None:
     draft, gemma = plan_of(SKIPPING), save(tmp_path / "gemma", "gemma3")
     for found, model, words in [
         (plan_of(None, "plain"), tiny, "decodes with plain"),
@@ -581,7 +581,7 @@ def test_plan_that_cannot_be_exported_leaves_nothing(tiny: Path, tmp_path: Path)
 
 
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), SafetensorError("No space left on device")])
-def test_failure_while_writing_leaves_nothing(
+def test_failed_write_leaves_no_files(
     error: Exception, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*_: Any, **__: Any) -> None:
@@ -593,7 +593,7 @@ def test_failure_while_writing_leaves_nothing(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_of_sets_at_equal_distance_the_one_with_the_best_trials_is_taken() -> None:
+def test_set_with_the_best_trials_wins_at_equal_distance() -> None:
     candidates = nearest(SKIPPING)
     assert len(candidates) > 2
     trials = [Trial(1, candidates[0], "random", 0.5, 0.5), Trial(2, candidates[2], "random", 0.75, 0.5)]
@@ -602,8 +602,8 @@ def test_of_sets_at_equal_distance_the_one_with_the_best_trials_is_taken() -> No
     assert alternating(LayerSet(4), False, trials) == (LayerSet(4),)
 
 
-def test_acceptance_is_that_of_decoding_with_the_checkpoint(tiny: Path, tmp_path: Path) -> None:
-    """Counted from one pass over the text, and by drafting with the written model, round by round."""
+def test_reported_acceptance_equals_that_of_the_exported_draft(tiny: Path, tmp_path: Path) -> None:
+    """It is counted from one pass over the text, and by drafting with the exported model."""
     prompts = [Prompt(str(i), "code", f"w{i + 3} w5 w9", max_new_tokens=40) for i in range(6)]
     made = export(plan_of(SKIPPING), str(tiny), "sglang", tmp_path / "out", prompts=prompts)
     page, summary = ((tmp_path / "out" / name).read_text() for name in ("README.md", "export.json"))

@@ -56,7 +56,7 @@ def tokens(variant: str, seed: int, method: Method) -> tuple[int, ...]:
 
 
 @each_variant
-def test_torchs_way_gives_the_logits_and_tokens_of_transformers(variant: str) -> None:
+def test_torchs_path_gives_the_logits_and_tokens_of_transformers(variant: str) -> None:
     runtime, ids = tiny_runtime(variant), words(5, 40)
     model = cast(Any, runtime.hf_model)
     bound = 1e-5 if type_of(variant) in IN_FLOAT32 else 1e-9
@@ -71,7 +71,7 @@ def test_torchs_way_gives_the_logits_and_tokens_of_transformers(variant: str) ->
 
 
 @each_variant
-def test_our_kernels_compute_what_torch_computes(variant: str) -> None:
+def test_native_kernels_agree_with_torch(variant: str) -> None:
     """In float32 to its rounding, and in bfloat16 no further from float64 than torch's own kernels are."""
     ids = words(6, 40)
     exact = logits_in_pieces(tiny_runtime(variant), ids)
@@ -131,7 +131,7 @@ def test_drafts_give_the_tokens_of_plain_decoding(variant: str) -> None:
     assert tokens(variant, 3, lookup) == plain(variant, 3)
 
 
-def test_attention_whose_keys_other_layers_read_is_in_every_draft() -> None:
+def test_attention_with_shared_keys_is_in_every_draft() -> None:
     """Else those layers would read what other rows have left in its slots."""
     ids, asked = words(9, 20), DRAFTS["skipping"]
     computed = replace(asked, skip_attn=frozenset())
@@ -152,7 +152,7 @@ def test_every_type_has_a_variant() -> None:
     assert {type_of(variant) for variant in DENSE} | old == set(FAMILIES)
 
 
-def test_steps_of_a_state_space_lie_within_the_limits_of_its_config() -> None:
+def test_steps_of_a_state_space_are_within_its_configs_limits() -> None:
     """Transformers' prefill keeps to them; its decoding does not."""
     ids, limits = words(8, 40), {"time_step_limit": (0.9, 1.1), "num_hidden_layers": 2}
     runtime = tiny_runtime("granitemoehybrid:dense", **limits)
@@ -169,7 +169,7 @@ def test_steps_of_a_state_space_lie_within_the_limits_of_its_config() -> None:
 
 
 @pytest.mark.parametrize("n_chosen", [0, 7])
-def test_choice_of_more_experts_than_there_are_is_left_to_torch(n_chosen: int) -> None:
+def test_choice_of_too_many_experts_is_left_to_torch(n_chosen: int) -> None:
     """The kernels would write beside what they have room for."""
     runtime = tiny_runtime("qwen3_moe", torch.float32)
     mlp = cast(Any, runtime.blocks[1].parts.mlp)

@@ -1,4 +1,4 @@
-"""One definition per figure: after a served stream pages, `/v1/tuning`, `/metrics` and commands show the same."""
+"""Figures have one definition: after a served stream, pages, `/v1/tuning`, `/metrics` and commands agree."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def database(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A database with a plan for the task "notes", as a server has stored it."""
+    """Return a database with a plan for the task "notes", as stored by a server."""
     url = str(tmp_path_factory.mktemp("database") / "a.db")
     runtime = swiftopt.load(str(folder), dtype="float32").runtime
     of_model = {"fingerprint": runtime.info.fingerprint, "device": machine_name(runtime), "dtype": "float32"}
@@ -65,7 +65,7 @@ def database(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def server(folder: Path, database: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """A server that has answered a stream, other requests, and a try at the playground."""
+    """Start a server that has answered a stream, other requests, and a playground's request."""
     options = ["--model", f"tiny={folder}", "--dtype", "float32", "--rate", "0", "--threads", "1"]
     with serving(database, tmp_path_factory.mktemp("served") / "log", *options) as served:
         until = time.monotonic() + START_S
@@ -97,14 +97,14 @@ def tasks_of(server: Served) -> dict[str, TaskTuning]:
 
 
 def text(client: Any, path: str, **query: object) -> str:
-    """A page as it is read."""
+    """Return the text of a page."""
     found = client.get(f"{path}?{urlencode(query)}" if query else path)
     assert found.status_code == 200, found.text
     return unescape(re.sub(r"\s+", " ", re.sub(r"<[^>]+>", " ", found.text)))
 
 
 def metrics(client: Any) -> dict[tuple[str, str], float]:
-    """The samples of `/metrics` by name and task, or by name and position or reason where there is no task."""
+    """Return the samples of `/metrics` by name and task, or by name and position or reason if there is no task."""
     return {
         (
             sample.name,
@@ -139,8 +139,8 @@ def test_figures_of_a_task_agree_with_each_other(server: Served) -> None:
     assert any(task.ratio is not None for task in tasks.values())
 
 
-def test_requests_and_tokens_are_those_that_clients_got_on_every_page(server: Served) -> None:
-    """However they were decoded; but the playground's, from which nothing is learnt."""
+def test_every_page_counts_the_requests_and_tokens_of_clients(server: Served) -> None:
+    """Counted however they were decoded, without the playground's, from which nothing is learnt."""
     tasks, found = tasks_of(server), metrics(server.client)
     n = {task: sum(own == task for own, _ in [*STREAM, *OTHERS]) for task in ("code", "notes", "rare")}
     assert {name: task.requests for name, task in tasks.items()} == n
@@ -191,8 +191,8 @@ def test_page_of_a_plan_and_commands_show_its_figures(server: Served, database: 
         assert stored in plans and stored in page
 
 
-def test_traffic_overview_and_metrics_agree_on_what_has_ended(tmp_path: Path) -> None:
-    """Speeds, acceptance and waits of the last minute, of the traffic's page, and of `/metrics`."""
+def test_traffic_overview_and_metrics_agree_on_finished_requests(tmp_path: Path) -> None:
+    """Speeds, acceptance and waits of the last minute agree on the traffic page and in `/metrics`."""
     engines = Engines([ServedModel("tiny", "/models/tiny")], 8)
     for n, accepted, waited in ((40, 6, 0.5), (1, 0, 0.2), (80, 3, 1.5)):
         spent = Timings(0.1, 0.2 * n, 0.3 * n, 0.5)

@@ -16,7 +16,7 @@ from swiftopt.models.fingerprint import fingerprint
 
 
 @pytest.mark.parametrize("family", variants())
-def test_fingerprint_is_one_for_folder_and_both_casts_of_a_bfloat16_model(family: str, tmp_path: Path) -> None:
+def test_fingerprint_of_a_bfloat16_model_does_not_depend_on_its_cast(family: str, tmp_path: Path) -> None:
     saved = tiny_model(family, torch.bfloat16)
     saved.save_pretrained(tmp_path)
     loads = [AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype) for dtype in (torch.float32, torch.bfloat16)]
@@ -24,7 +24,7 @@ def test_fingerprint_is_one_for_folder_and_both_casts_of_a_bfloat16_model(family
     assert re.fullmatch(r"v1:[0-9a-f]{16}", fingerprint(tmp_path))
 
 
-def test_fingerprint_does_not_depend_on_how_weights_are_filed(tmp_path: Path) -> None:
+def test_fingerprint_does_not_depend_on_the_files_of_weights(tmp_path: Path) -> None:
     model = tiny_model("llama", torch.float32)
     model.save_pretrained(tmp_path / "one")
     model.save_pretrained(tmp_path / "sharded", max_shard_size="30KB")
@@ -45,7 +45,7 @@ def test_fingerprint_counts_tied_weights_once(tmp_path: Path) -> None:
     assert fingerprint(folder) == before
 
 
-def test_fingerprint_changes_with_weights_and_with_what_the_config_makes_of_them(tmp_path: Path) -> None:
+def test_fingerprint_changes_with_weights_and_config(tmp_path: Path) -> None:
     seen = {fingerprint(save(tmp_path / "a")), fingerprint(tiny_model("llama", torch.float32, seed=1))}
     edit_config(tmp_path / "a", rms_norm_eps=0.5)
     seen.add(fingerprint(tmp_path / "a"))

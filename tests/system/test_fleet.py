@@ -14,7 +14,7 @@ SMALL = Size(models=4, tasks=256, versions=2, jobs=200, trials=10)
 
 
 @pytest.mark.slow
-def test_fleet_loses_no_job_and_no_look_up() -> None:
+def test_fleet_loses_no_job_and_no_lookup() -> None:
     kept: list[int] = []
     chosen = [name for name in SECTIONS if name != "pages"]
     figures = {each.section: each for each in run(chosen, SMALL, 4.0, 40, 8, lambda found: kept.append(len(found)))}
@@ -35,7 +35,7 @@ def test_every_page_is_timed(sqlite_url: str) -> None:
     assert all(0 < page.n_bytes < 150_000 for page in timed), [(page.address, page.n_bytes) for page in timed]
 
 
-def test_table_of_a_run_takes_the_place_of_the_one_before() -> None:
+def test_table_of_a_run_replaces_the_one_before() -> None:
     mark, figures = "<!-- written by `make fleet` -->\n", [Figure("jobs", "0 lost", "0 lost", True, "with kills")]
     page = f"before\n\n{mark}\n{table([])}\n\nafter\n"
     once = FLEET.with_table(page, table(figures))

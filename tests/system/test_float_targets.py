@@ -51,14 +51,14 @@ def test_logits_are_those_of_transformers_with_the_de_quantised_weights(packing:
 
 
 @pytest.mark.parametrize("family", variants(family for family in CONFIGS if family != "llama"))
-def test_every_family_can_be_so(family: str, tmp_path: Path) -> None:
+def test_every_family_can_have_8_bit_float_weights(family: str, tmp_path: Path) -> None:
     meant = packed_folder(tmp_path, family, BLOCKS)
     runtime = load(str(tmp_path), "float32", "cpu", speed="eager")
     right = reference(family, meant)(torch.tensor([IDS])).logits[0]
     torch.testing.assert_close(logits_of(runtime), right, rtol=0, atol=1e-4)
 
 
-def test_logits_are_those_that_transformers_reads_itself(tmp_path: Path) -> None:
+def test_logits_equal_transformers_own_reading(tmp_path: Path) -> None:
     # It parts a matrix into equal blocks on a CPU, so only these are its own: the format cuts the last one off.
     packed_folder(tmp_path, "llama", Packing("fp8", 8, 32, rows=32, scale_dtype=torch.float32))
     with quiet():
@@ -109,7 +109,7 @@ Edit = Callable[[dict[str, torch.Tensor]], object]
         (lambda t: t.update({UP + "weight_scale_inv": torch.ones(3, 1).int()}), "its weight_scale_inv is torch.int32"),
     ],
 )
-def test_tensors_that_are_not_what_the_config_says_are_refused(edit: Edit, words: str, tmp_path: Path) -> None:
+def test_tensors_that_contradict_the_config_are_refused(edit: Edit, words: str, tmp_path: Path) -> None:
     packed_folder(tmp_path, "llama", BLOCKS)
     tensors = load_file(tmp_path / "model.safetensors")
     edit(tensors)
@@ -129,7 +129,7 @@ def test_tensors_that_are_not_what_the_config_says_are_refused(edit: Edit, words
         ("weights", {"strategy": "token"}, "strategy 'token'"),
     ],
 )
-def test_what_compressed_tensors_could_also_say_is_refused(
+def test_other_options_of_compressed_tensors_are_refused(
     part: str, changes: dict[str, Any], words: str, tmp_path: Path
 ) -> None:
     packed_folder(tmp_path, "llama", FLOATS[0])

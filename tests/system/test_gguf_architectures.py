@@ -1,4 +1,4 @@
-"""GGUF files of every architecture: transformers' logits in float32, and our kernels on the codes of the file."""
+"""GGUF files of every architecture: transformers' logits in float32, and the native kernels on the file's codes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _factors(model: Any) -> More:
 
 
 def _add(**settings: Any) -> More:
-    """Add settings, by their names without the architecture's prefix, with __ for a point."""
+    """Add settings by name without the architecture's prefix, with __ for a dot."""
 
     def more(writer: gguf.GGUFWriter) -> None:
         for name, value in settings.items():
@@ -45,7 +45,7 @@ def _add(**settings: Any) -> More:
 
 
 def _rows(kinds: bool = False) -> list[Any]:
-    """Parameters: the files, each with one kind of codes by turns; those beyond the first of an architecture marked."""
+    """Return the files with kinds of codes in rotation; those beyond the first of an architecture are marked."""
     rows = []
     for i, what in enumerate(FILES):
         row = (what, ("Q8_0", "Q4_K")[i % 2]) if kinds else (what,)
@@ -61,7 +61,7 @@ def check(path: Path, model: Any) -> None:
 
 
 @pytest.mark.parametrize("what", _rows())
-def test_a_file_gives_the_logits_of_transformers(what: str, tmp_path: Path, new_cache: Path) -> None:
+def test_file_gives_the_logits_of_transformers(what: str, tmp_path: Path, new_cache: Path) -> None:
     family, changed = FILES[what]
     model = tiny_model(family, torch.float32, **changed)
     check(write_gguf(tmp_path / "a.gguf", model, more=_factors(model)), model)
@@ -99,13 +99,13 @@ IN_WINDOWS: dict[str, tuple[str, dict[str, Any], More]] = {
 
 
 @pytest.mark.parametrize("what", IN_WINDOWS)
-def test_windows_that_a_file_names_are_computed(what: str, tmp_path: Path, new_cache: Path) -> None:
+def test_windows_of_a_file_are_used(what: str, tmp_path: Path, new_cache: Path) -> None:
     family, changed, more = IN_WINDOWS[what]
     model = tiny_model(family, torch.float32, **changed)
     check(write_gguf(tmp_path / "a.gguf", model, more=more), model)
 
 
-def test_files_of_gemma_2_that_name_no_window_have_its_own(tmp_path: Path) -> None:
+def test_files_of_gemma_2_without_a_window_have_its_default(tmp_path: Path) -> None:
     model = tiny_model("gemma2", torch.float32)
     key = "gemma2.attention.sliding_window"
     path = write_gguf(tmp_path / "a.gguf", model, more=lambda writer: writer.kv_data[0].pop(key))
@@ -128,8 +128,8 @@ def test_text_parts_of_multimodal_models_are_read(what: str, named: str, tmp_pat
 
 
 @pytest.mark.parametrize("what", ["glm4moe", "qwen35", "nemotron_h"])
-def test_layers_that_predict_further_tokens_are_left_out(what: str, tmp_path: Path, new_cache: Path) -> None:
-    """Files of GLM-4.5, Qwen3.5 and Nemotron 3 have one after the model's own."""
+def test_multi_token_prediction_layers_are_ignored(what: str, tmp_path: Path, new_cache: Path) -> None:
+    """Files of GLM-4.5, Qwen3.5 and Nemotron 3 have one after the model's layers."""
     family, changed = FILES[what]
     model = tiny_model(family, torch.float32, **changed)
 
@@ -147,8 +147,8 @@ _OF_ENCODERS = {"v.blk.0.attn_q.weight": (8, 8), "a.conv1d.0.weight": (4, 3), "m
 
 
 @pytest.mark.parametrize("what", ["gemma4", pytest.param("gemma4, 26b", marks=pytest.mark.families)])
-def test_parts_for_images_and_audio_in_a_file_are_left_out(what: str, tmp_path: Path, new_cache: Path) -> None:
-    """Ollama's files have them, and keys of layers that read another layer's, as checkpoints do."""
+def test_parts_for_images_and_audio_are_ignored(what: str, tmp_path: Path, new_cache: Path) -> None:
+    """Ollama's files contain them, and keys of layers that share another layer's, as checkpoints do."""
     family, changed = FILES[what]
     model = tiny_model(family, torch.float32, **changed)
     n_layers, n_own = len(model.config.layer_types), len(model.config.layer_types) - model.config.num_kv_shared_layers
@@ -172,8 +172,8 @@ def test_parts_for_images_and_audio_in_a_file_are_left_out(what: str, tmp_path: 
     assert memory_plan(folder, "float32", on_cpu=True).weights == sum(held.values()) + factors
 
 
-def test_tokens_that_a_file_suppresses_are_in_no_text(tmp_path: Path, new_cache: Path) -> None:
-    """As Gemma 4's ends of images; llama.cpp and transformers give them no probability, either."""
+def test_suppressed_tokens_of_a_file_are_never_generated(tmp_path: Path, new_cache: Path) -> None:
+    """Gemma 4's ends of images are an example; llama.cpp and transformers give them no probability either."""
     model = tiny_model("gemma4_text", torch.float32)
     usual = load(str(write_gguf(tmp_path / "a.gguf", model)), "float32", "cpu", speed="eager")
     logits = usual.forward(Rows(IDS, 0), usual.new_buffer(64))
@@ -201,7 +201,7 @@ def _fused(tensors: dict[str, torch.Tensor]) -> None:
 
 
 def _by_key_head(tensors: dict[str, torch.Tensor]) -> None:
-    """As the first files of Qwen3-Next have the projections of its states."""
+    """Order projections of states as in the first files of Qwen3-Next."""
     for layer in range(3):
         qkv, z = (tensors.pop(f"blk.{layer}.attn_{part}.weight") for part in ("qkv", "gate"))
         parts = [part.unflatten(0, (2, -1)) for part in (*qkv.split([16, 16, len(z)]), z)]
@@ -215,7 +215,7 @@ def _joint_experts(tensors: dict[str, torch.Tensor]) -> None:
 
 
 def _whole_latents(tensors: dict[str, torch.Tensor]) -> None:
-    """As files before April 2025 have the map from a latent to keys and values."""
+    """Join the map from a latent to keys and values as in files before April 2025."""
     for layer in range(4):
         of_keys, of_values = (tensors.pop(f"blk.{layer}.attn_{part}_b.weight") for part in ("k", "v"))
         both = torch.cat((of_keys.transpose(1, 2), of_values), dim=1)
@@ -241,8 +241,8 @@ def _scaled(tensors: dict[str, torch.Tensor]) -> None:
     ],
 )
 @pytest.mark.parametrize("kind", ["F32", "Q8_0"])
-def test_other_forms_of_tensors_are_read(what: str, edit: Edit, kind: str, tmp_path: Path, new_cache: Path) -> None:
-    """Queries, keys and values in one tensor, both halves of experts in one, and factors of whole tensors."""
+def test_other_layouts_of_tensors_are_read(what: str, edit: Edit, kind: str, tmp_path: Path, new_cache: Path) -> None:
+    """Queries, keys and values are one tensor, both halves of experts are one, and tensors have scales."""
     family, changed = FILES[what]
     known = tiny_model(family, torch.float32, **changed).config.to_dict()
     whole_blocks = {"intermediate_size": 64, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 64}
@@ -267,7 +267,7 @@ def test_other_forms_of_tensors_are_read(what: str, edit: Edit, kind: str, tmp_p
     assert any(isinstance(module, BlockLinear) for module in coded.hf_model.modules())
 
 
-def test_two_tensors_of_different_types_make_one_map(tmp_path: Path, new_cache: Path) -> None:
+def test_tensors_of_different_types_form_one_map(tmp_path: Path, new_cache: Path) -> None:
     model = tiny_model("granitemoehybrid:attention", torch.float32, **NO_STATES)
     for name, parameter in model.named_parameters():
         if "input_linear" in name:
@@ -299,8 +299,8 @@ _MXFP4 = {f"blk.{layer}.ffn_{part}_exps.weight": "MXFP4" for layer in range(4) f
 
 
 @pytest.mark.parametrize(("what", "kind"), _rows(kinds=True))
-def test_our_kernels_compute_with_the_codes_of_a_file(what: str, kind: str, tmp_path: Path, new_cache: Path) -> None:
-    """As with the numbers that they stand for, and each row with the same bits alone and in company."""
+def test_native_kernels_compute_with_the_codes_of_a_file(what: str, kind: str, tmp_path: Path, new_cache: Path) -> None:
+    """Logits are close to those of decoded weights, and each row has the same bits alone and beside others."""
     family, changed = FILES[what]
     known = tiny_model(family, torch.float32, **changed).config.to_dict()
     wide = {name: size for name, size in WIDE.items() if known.get(name)}
@@ -461,7 +461,7 @@ REFUSED: dict[str, tuple[str, More, type[Exception], str]] = {
 
 
 @pytest.mark.parametrize("what", REFUSED)
-def test_settings_that_a_model_cannot_have_are_one_sentence(what: str, tmp_path: Path) -> None:
+def test_impossible_settings_are_refused_in_one_sentence(what: str, tmp_path: Path) -> None:
     name, more, error, words = REFUSED[what]
     family, changed = FILES[name]
     path = write_gguf(tmp_path / "a.gguf", tiny_model(family, torch.float32, **changed), more=more)
@@ -470,7 +470,7 @@ def test_settings_that_a_model_cannot_have_are_one_sentence(what: str, tmp_path:
     assert "\n" not in str(caught.value) and str(path) in str(caught.value)
 
 
-def test_no_architecture_drops_a_setting_in_silence(tmp_path: Path) -> None:
+def test_no_architecture_ignores_a_setting_silently(tmp_path: Path) -> None:
     for family, changed in FILES.values():
         path = write_gguf(
             tmp_path / "a.gguf", tiny_model(family, torch.float32, **changed), more=_add(attention__new=3)
@@ -490,7 +490,7 @@ def test_no_architecture_drops_a_setting_in_silence(tmp_path: Path) -> None:
         (None, ModelNotFound, "lacks rope_freqs.weight"),
     ],
 )
-def test_factors_of_pairs_that_are_rotated_in_another_way_are_refused(
+def test_rotation_factors_of_another_rotation_are_refused(
     factors: list[float] | None, error: type[Exception], words: str, tmp_path: Path
 ) -> None:
     def edit(tensors: dict[str, torch.Tensor]) -> None:
@@ -534,7 +534,7 @@ SHAPES: dict[str, tuple[str, Edit, str]] = {
 
 
 @pytest.mark.parametrize("what", SHAPES)
-def test_tensors_of_wrong_shapes_are_one_sentence(what: str, tmp_path: Path, new_cache: Path) -> None:
+def test_tensors_of_wrong_shapes_are_refused_in_one_sentence(what: str, tmp_path: Path, new_cache: Path) -> None:
     name, edit, words = SHAPES[what]
     family, changed = FILES[name]
     path = write_gguf(tmp_path / "a.gguf", tiny_model(family, torch.float32, **changed), edit=edit)
@@ -543,7 +543,7 @@ def test_tensors_of_wrong_shapes_are_one_sentence(what: str, tmp_path: Path, new
     assert "\n" not in str(caught.value) and str(path) in str(caught.value)
 
 
-def test_every_form_is_read_here_or_in_the_tests_of_settings() -> None:
+def test_every_form_is_tested_here_or_with_the_settings() -> None:
     tested = {tiny_model(family, torch.float32, **changed).config.model_type for family, changed in FILES.values()}
     windows = {
         tiny_model(family, torch.float32, **changed).config.model_type for family, changed, _ in IN_WINDOWS.values()

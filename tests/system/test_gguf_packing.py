@@ -45,7 +45,7 @@ def parts_of(runtime: Runtime) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize(("family", "n_left"), [("qwen2", 0), ("llama", 2 * 4)])
-def test_a_load_takes_what_was_packed_before_it(
+def test_load_uses_weights_that_were_packed_before(
     family: str, n_left: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All but llama's queries and keys, whose rows lie in another order in files."""
@@ -63,7 +63,7 @@ def test_a_load_takes_what_was_packed_before_it(
     assert not early._packed and not gguf_packing._begun
 
 
-def test_a_file_that_changes_before_its_load_is_opened_again(tmp_path: Path) -> None:
+def test_file_changed_before_its_load_is_opened_again(tmp_path: Path) -> None:
     path = written(tmp_path)
     begun(path)
     (tmp_path / "other").mkdir()
@@ -77,7 +77,9 @@ def test_a_file_that_changes_before_its_load_is_opened_again(tmp_path: Path) -> 
     assert not gguf_packing._begun
 
 
-def test_what_cannot_be_packed_early_is_packed_by_the_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_that_cannot_be_packed_early_are_packed_by_the_load(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path, own = written(tmp_path), gguf_packing.packed_arrays
 
     def short(*args: Any) -> Any:
@@ -90,7 +92,7 @@ def test_what_cannot_be_packed_early_is_packed_by_the_load(tmp_path: Path, monke
     assert parts_of(load(str(path), **WANTED)) and early.n_bytes == 0
 
 
-def test_memory_that_is_taken_early_counts_as_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_of_early_packing_counts_as_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = written(tmp_path)
     needed = loading.memory_plan(Path(loading.settings_folder(path, str)), "auto", True).needed
     early = begun(path)
@@ -111,7 +113,7 @@ def test_memory_that_is_taken_early_counts_as_free(tmp_path: Path, monkeypatch: 
     ],
     ids=str,
 )
-def test_a_load_that_wants_no_codes_is_not_begun(
+def test_early_packing_is_skipped_if_codes_are_not_needed(
     changed: dict[str, str], environ: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = written(tmp_path)
@@ -125,7 +127,7 @@ def test_a_load_that_wants_no_codes_is_not_begun(
         gguf_packing.kernels.cache_clear()
 
 
-def test_a_load_that_memory_may_not_hold_is_not_begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_early_packing_is_skipped_if_memory_may_not_suffice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = written(tmp_path)
     monkeypatch.setattr(gguf_packing, "free_memory", lambda: 2 * path.stat().st_size - 1)
     with opened(path, **WANTED) as file:

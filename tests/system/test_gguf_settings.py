@@ -1,4 +1,4 @@
-"""Configs made of GGUF files' settings: rotary scaling, windows and caps of scores, by what models of them compute."""
+"""Configs of GGUF files: rotary scaling, windows and caps of scores, checked by the logits of their models."""
 
 from __future__ import annotations
 

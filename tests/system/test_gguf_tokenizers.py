@@ -1,4 +1,4 @@
-"""Tokenizers made of GGUF files: the ids of transformers' conversion, and llama.cpp's where that one is wrong."""
+"""Tokenizers of GGUF files: the ids of transformers' conversion, or of llama.cpp where the conversion is wrong."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ PIECES = (
 
 
 def texts(n_mixed: int = 300) -> Iterator[str]:
-    """The texts above, and random mixtures that begin with no space."""
+    """Return the texts above, and random mixtures that do not start with a space."""
     rng = random.Random(0)
     yield from TEXTS
     for _ in range(n_mixed):
@@ -72,13 +72,13 @@ def texts(n_mixed: int = 300) -> Iterator[str]:
 
 
 def both(path: Path) -> tuple[Any, Any]:
-    """The tokenizer that a model of the file gets, and transformers' own conversion."""
+    """Return the tokenizer of the file's model, and transformers' conversion."""
     auto: Any = AutoTokenizer
     return load_tokenizer(settings_folder(path, no_step)), auto.from_pretrained(path.parent, gguf_file=path.name)
 
 
 def retokenized(path: Path, changed: dict[str, Any]) -> Path:
-    """A tiny model's file with other settings of its tokenizer; None removes one."""
+    """Write a tiny model's file with changed settings of its tokenizer; None removes one."""
 
     def more(writer: gguf.GGUFWriter) -> None:
         for key, value in changed.items():
@@ -92,7 +92,7 @@ def retokenized(path: Path, changed: dict[str, Any]) -> Path:
 
 
 def sentencepiece() -> dict[str, Any]:
-    """Settings of a small SentencePiece vocabulary: bytes, the letters of the texts, and their usual neighbours."""
+    """Return settings of a small SentencePiece vocabulary: bytes, the letters of the texts, and frequent pairs."""
     counted = Counter[str]()
     for text in TEXTS:
         spelled = text.replace(" ", "▁")
@@ -113,7 +113,7 @@ def sentencepiece() -> dict[str, Any]:
 
 
 def byte_level(**changed: Any) -> dict[str, Any]:
-    """Settings of a small byte-level vocabulary."""
+    """Return settings of a small byte-level vocabulary."""
     letters = sorted(bytes_to_unicode().values())
     pairs = ["t h", "th e", "Ġ t", "i n", "in g", "Ġ Ġ", "l l", "o r", "1 2", "12 3", "Ċ Ċ", "D O", "' s"]
     control, user = ["<|endoftext|>", "<|im_start|>", "<｜begin▁of｜>"], ["<tool_call>", USER_SPACES]
@@ -131,7 +131,7 @@ SPLITS_OF_BOTH = ("qwen2", "llama-bpe", "gpt-4o", "tekken", "qwen35", "gpt-2")
 
 
 @pytest.mark.parametrize("pre", SPLITS_OF_BOTH)
-def test_ids_of_byte_level_tokens_are_those_of_transformers(pre: str, tmp_path: Path, new_cache: Path) -> None:
+def test_ids_of_byte_level_tokens_equal_transformers(pre: str, tmp_path: Path, new_cache: Path) -> None:
     ours, theirs = both(retokenized(tmp_path / "a.gguf", byte_level(pre=pre, add_bos_token=False)))
     for text in texts():
         if USER_SPACES in text:
@@ -143,7 +143,7 @@ def test_ids_of_byte_level_tokens_are_those_of_transformers(pre: str, tmp_path: 
 
 
 @pytest.mark.parametrize("prefix", [True, False])
-def test_ids_of_sentencepiece_tokens_are_those_of_transformers(prefix: bool, tmp_path: Path, new_cache: Path) -> None:
+def test_ids_of_sentencepiece_tokens_equal_transformers(prefix: bool, tmp_path: Path, new_cache: Path) -> None:
     settings = {**sentencepiece(), "ggml.add_space_prefix": prefix}
     ours, theirs = both(retokenized(tmp_path / "a.gguf", settings))
     known = {token for token in settings["ggml.tokens"][:4]}
@@ -160,10 +160,10 @@ def test_ids_of_sentencepiece_tokens_are_those_of_transformers(prefix: bool, tmp
 
 
 @pytest.mark.parametrize("kind", [{"model": "gemma4", "pre": None}, {"model": "llama", "pre": "gemma4"}])
-def test_ids_of_gemma_4s_pieces_are_those_of_its_own_tokenizer(
+def test_ids_of_gemma_4s_pieces_equal_those_of_its_tokenizer(
     kind: dict[str, str], tmp_path: Path, new_cache: Path
 ) -> None:
-    """In llama.cpp's files and in Ollama's, whose scores mean nothing. No piece has ends of lines and other letters."""
+    """In llama.cpp's files and in Ollama's, whose scores are meaningless. No piece mixes line breaks and letters."""
     settings = {**sentencepiece(), **{f"ggml.{name}": value for name, value in kind.items()}}
     texts_of, types = settings["ggml.tokens"], settings["ggml.token_type"]
     for number, text in enumerate(texts_of):
@@ -236,7 +236,7 @@ OF_LLAMA_CPP: dict[str, list[str]] = {
 
 
 def cut(expression: str, text: str) -> list[str]:
-    """What an expression finds in a text, and what is between."""
+    """Split a text into an expression's matches and the parts between."""
     parts, at = [], 0
     for found in regex.finditer(expression, text):
         parts += [text[at : found.start()], found[0]]
@@ -245,7 +245,7 @@ def cut(expression: str, text: str) -> list[str]:
 
 
 @pytest.mark.parametrize("pre", OF_LLAMA_CPP)
-def test_texts_are_cut_by_the_expressions_of_llama_cpp(pre: str, tmp_path: Path) -> None:
+def test_texts_are_split_by_the_expressions_of_llama_cpp(pre: str, tmp_path: Path) -> None:
     write_tokenizer(GgufFile(retokenized(tmp_path / "a.gguf", byte_level(pre=pre))), tmp_path)
     cuts = PreTrainedTokenizerFast.from_pretrained(tmp_path).backend_tokenizer.pre_tokenizer
     n_words = 0
@@ -277,7 +277,7 @@ AS_LLAMA_CPP: dict[str, tuple[dict[str, Any], str, str]] = {
 
 
 @pytest.mark.parametrize("what", AS_LLAMA_CPP)
-def test_where_transformers_is_wrong_ids_are_those_of_llama_cpp(what: str, tmp_path: Path) -> None:
+def test_ids_equal_llama_cpps_where_transformers_is_wrong(what: str, tmp_path: Path) -> None:
     settings, text, expected = AS_LLAMA_CPP[what]
     assert " ".join(pieces(settings, text, tmp_path)) == expected
 
@@ -310,7 +310,7 @@ BAD: dict[str, tuple[dict[str, Any], type[SwiftoptError], str]] = {
 
 
 @pytest.mark.parametrize("what", BAD)
-def test_a_damaged_tokenizer_is_one_sentence(what: str, tmp_path: Path) -> None:
+def test_damaged_tokenizer_is_refused_in_one_sentence(what: str, tmp_path: Path) -> None:
     changed, error, words = BAD[what]
     path = retokenized(tmp_path / "a.gguf", changed)
     with pytest.raises(error, match=words) as caught:
@@ -318,7 +318,7 @@ def test_a_damaged_tokenizer_is_one_sentence(what: str, tmp_path: Path) -> None:
     assert "\n" not in str(caught.value) and str(path) in str(caught.value)
 
 
-def test_bytes_that_are_no_text_are_one_sentence(tmp_path: Path) -> None:
+def test_bytes_that_are_not_text_are_refused_in_one_sentence(tmp_path: Path) -> None:
     path = retokenized(tmp_path / "a.gguf", {})
     content = path.read_bytes()
     at = content.index(b"tokenizer.ggml.tokens") + len(b"tokenizer.ggml.tokens") + 4 + 4 + 8 + 8
@@ -340,7 +340,7 @@ def known(name: str) -> Path:
 @pytest.mark.slow
 @pytest.mark.model
 @pytest.mark.parametrize("name", ["smollm2", "qwen2.5-coder-1.5b", "gemma3-270m"])
-def test_ids_of_real_files_are_those_of_transformers(name: str, new_cache: Path) -> None:
+def test_ids_of_real_files_equal_transformers(name: str, new_cache: Path) -> None:
     path = known(name)
     ours, theirs = both(path)
     if name == "smollm2":  # transformers does not know its way to cut texts.

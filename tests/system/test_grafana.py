@@ -86,7 +86,7 @@ def test_panels_stand_side_by_side_and_within_the_width() -> None:
         assert beside or above, (one["title"], other["title"])
 
 
-def test_every_panel_asks_the_chosen_data_source_and_says_what_it_shows() -> None:
+def test_every_panel_uses_the_chosen_data_source_and_has_a_description() -> None:
     for panel in PANELS:
         if panel["type"] == "row":
             continue
@@ -105,7 +105,7 @@ def test_brackets_close_and_variables_are_known() -> None:
         assert set(re.findall(r"\$(\w+)", expression)) <= known, title
 
 
-def test_every_metric_of_the_board_is_told(told: str) -> None:
+def test_every_metric_of_the_board_exists(told: str) -> None:
     names = set(re.findall(r"(?:vllm:|swiftopt_)\w+", asked()))
     kinds = dict(line.split()[2:4] for line in told.splitlines() if line.startswith("# TYPE "))
     parts = {f"{name}_bucket" for name, kind in kinds.items() if kind == "histogram"}
@@ -113,7 +113,7 @@ def test_every_metric_of_the_board_is_told(told: str) -> None:
     assert names - {*kinds, *parts} == set()
 
 
-def test_counters_are_asked_for_their_rate_and_gauges_for_their_value(told: str) -> None:
+def test_counters_are_queried_by_rate_and_gauges_by_value(told: str) -> None:
     kinds = dict(line.split()[2:4] for line in told.splitlines() if line.startswith("# TYPE "))
     for title, expression, _ in queries():
         for asked_for, name in re.findall(r"(\w*)\(((?:vllm:|swiftopt_)\w+)", expression.replace(" (", "(")):
@@ -121,7 +121,7 @@ def test_counters_are_asked_for_their_rate_and_gauges_for_their_value(told: str)
             assert is_gauge != (asked_for in ("rate", "increase")), (title, name)
 
 
-def test_every_label_of_the_board_is_told(told: str) -> None:
+def test_every_label_of_the_board_exists(told: str) -> None:
     labels: dict[str, set[str]] = {}
     for line in told.splitlines():
         if sample := re.match(r"([\w:]+)(?:\{(.*)\})? \S+$", line):

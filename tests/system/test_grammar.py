@@ -1,4 +1,4 @@
-"""Completions keep to their grammar, and drafting changes no token of them."""
+"""Completions conform to their grammar, and drafting changes none of their tokens."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ PROMPT = Prompt("1", "t", text='sizes of "tea": {"name": "tea", "sizes": [1, 22]
 
 @cache
 def lettered(family: str = "llama") -> Resources:
-    """What methods are made of, on our kernels, with a tokenizer that grammars can be read with."""
+    """Return the parts of methods on the native kernels, with a tokenizer for grammars."""
     runtime, draft = with_layer(native_runtime(family)), native_runtime(family, seed=1)
     runtime.tokenizer = draft.tokenizer = letter_tokenizer()
     return replace(parts(family), runtime=runtime, draft_runtime=draft)
@@ -82,8 +82,8 @@ CASES = [
 
 
 @pytest.mark.parametrize(("name", "kind", "grammar"), CASES)
-def test_drafted_text_is_plain_decodings_under_a_grammar(name: str, kind: str, grammar: str) -> None:
-    """Methods that draw their drafts give other tokens for a seed; those keep to the grammar, too."""
+def test_drafted_text_equals_plain_decoding_under_a_grammar(name: str, kind: str, grammar: str) -> None:
+    """Methods that draw their drafts give other tokens for a seed, which also conform to the grammar."""
     sampling = SAMPLINGS[kind]
     done = run(name, GRAMMARS[grammar], sampling)
     if sampling.greedy or isinstance(build(name, lettered()).verifier, TargetWalk):
@@ -95,7 +95,7 @@ def test_drafted_text_is_plain_decodings_under_a_grammar(name: str, kind: str, g
 
 @cache
 def token_by_token(grammar: str, sampling: Sampling) -> tuple[int, ...]:
-    """What the rule chooses of whole passes over the text, its grammar asked anew for every token."""
+    """Return the rule's choices of separate passes over the text, with a new grammar for every token."""
     runtime = lettered().runtime
     session = Session(runtime, sampling, N_NEW, grammar=GRAMMARS[grammar])
     prompt_ids = session.encode(PROMPT)
@@ -124,7 +124,7 @@ keeps: dict[str, Callable[[str], bool]] = {
 
 
 def test_grammars_are_finished_and_drafts_accepted_under_them() -> None:
-    """Guards the law above: it must cross ends and accepted tokens."""
+    """Guards the law above, which must include finished texts and accepted tokens."""
     finished, accepted = set(), 0
     for grammar in GRAMMARS:
         for seed in range(4):
@@ -135,8 +135,8 @@ def test_grammars_are_finished_and_drafts_accepted_under_them() -> None:
 
 
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=1.0, seed=2)], ids=["greedy", "sampled"])
-def test_what_a_grammar_leaves_no_choice_about_is_drafted_for_nothing(sampling: Sampling) -> None:
-    """Letters of names that a schema gives, also in plain decoding; no draw is spent on a letter more or less."""
+def test_forced_text_of_a_grammar_is_drafted_for_free(sampling: Sampling) -> None:
+    """The letters of a schema's names are drafted even in plain decoding, and the number of draws stays the same."""
     names = {f"{name}_of_it": {"type": "null"} for name in ("length", "colour")}
     grammar = Grammar.json_schema(
         {"type": "object", "properties": names, "required": [*names], "additionalProperties": False}
@@ -148,8 +148,8 @@ def test_what_a_grammar_leaves_no_choice_about_is_drafted_for_nothing(sampling: 
 
 
 @pytest.mark.parametrize("name", ["prompt-lookup", "adaptive"])
-def test_arguments_that_were_seen_before_are_drafted_behind_what_the_grammar_forces(name: str) -> None:
-    """A call that was made before, and is made again, takes fewer passes than its free tokens."""
+def test_earlier_arguments_are_drafted_after_forced_text(name: str) -> None:
+    """A repeated call takes fewer passes than it has free tokens."""
     city = {"type": "string", "minLength": 8, "maxLength": 12}
     arguments = {"type": "object", "properties": {"city": city}, "required": ["city"], "additionalProperties": False}
     properties = {"name": {"const": "look_up"}, "arguments": arguments, "then": {"const": "report_it"}}
@@ -184,7 +184,7 @@ def test_only_the_stop_token_follows_a_finished_text() -> None:
     assert longer.text == done.text  # there is nothing else to say, whatever the least length
 
 
-def test_text_of_a_grammar_can_end_early_by_a_stop_of_the_request() -> None:
+def test_stop_string_can_end_the_text_of_a_grammar() -> None:
     stop = lettered().runtime.tokenizer.convert_tokens_to_ids("-")
     done = run("plain", GRAMMARS["regex"], Sampling(temperature=1.0), stop_token_ids=[stop])
     assert re.fullmatch("[0-9]{4}-", done.text)
@@ -196,8 +196,8 @@ def fresh(grammar: Grammar) -> GrammarMask:
 
 
 @given(st.data())
-def test_masks_do_not_depend_on_what_was_asked_before(data: st.DataObject) -> None:
-    """Texts of a tree, drawn under their own masks, in any order; some leave the language at their end."""
+def test_masks_do_not_depend_on_earlier_queries(data: st.DataObject) -> None:
+    """Texts of a tree are drawn under their masks in any order; some violate the grammar at their end."""
     grammar = GRAMMARS[data.draw(st.sampled_from(sorted(GRAMMARS)))]
     asked, texts = fresh(grammar), [[]]  # type: GrammarMask, list[list[int]]
     for _ in range(data.draw(st.integers(1, 12))):
@@ -210,7 +210,7 @@ def test_masks_do_not_depend_on_what_was_asked_before(data: st.DataObject) -> No
 
 
 @pytest.mark.parametrize("kind", SAMPLINGS)
-def test_what_is_read_for_a_mask_does_not_grow_with_the_text(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tokens_read_for_a_mask_do_not_grow_with_the_text(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     lengths, allowed = list[int](), GrammarMask.allowed
 
     def noting(mask: GrammarMask, generated: Sequence[int], *options: Any) -> torch.Tensor:
@@ -222,7 +222,7 @@ def test_what_is_read_for_a_mask_does_not_grow_with_the_text(kind: str, monkeypa
     assert done.n_tokens == N_NEW < len(lengths) and max(lengths) <= 25
 
 
-def test_scores_that_are_all_ruled_out_leave_what_the_grammar_allows() -> None:
+def test_fully_masked_scores_leave_the_grammars_tokens() -> None:
     mask, digits = fresh(Grammar.regex("[0-9]")), lettered().runtime.tokenizer.convert_tokens_to_ids(list("0123456789"))
     scores = torch.zeros(1, VOCAB)
     assert mask(torch.tensor([[]], dtype=torch.long), scores)[0].isfinite().nonzero()[:, 0].tolist() == sorted(digits)
@@ -280,8 +280,8 @@ def test_grammar_that_cannot_be_compiled_is_refused_in_one_sentence(make: Callab
         (lambda: fresh(Grammar.regex("(a{1000}){1000}")).allowed([], VOCAB), None),
     ],
 )
-def test_grammar_that_takes_long_is_refused(make: Callable[[], object], words: str | None) -> None:
-    """Requests of others wait while it is compiled, or a mask of it computed."""
+def test_grammar_that_compiles_slowly_is_refused(make: Callable[[], object], words: str | None) -> None:
+    """Other requests wait while it is compiled or a mask is computed."""
     with nullcontext() if words is None else pytest.raises(InvalidInput, match=words):
         began = time.thread_time()
         try:
@@ -290,8 +290,8 @@ def test_grammar_that_takes_long_is_refused(make: Callable[[], object], words: s
             assert time.thread_time() - began < 1.5
 
 
-def test_grammar_that_becomes_too_much_work_in_the_middle_ends_the_text_and_allows_no_other() -> None:
-    """A matcher that has failed takes no token, as one whose text violates the grammar."""
+def test_grammar_that_becomes_too_slow_ends_the_text() -> None:
+    """A failed matcher accepts no token, like one whose text violates the grammar."""
     mask = fresh(Grammar.json_schema({"type": "string", "pattern": "^a{100000}$"}))
     quote, letter = (letter_tokenizer().convert_tokens_to_ids(token) for token in '"a')
     assert mask.allowed([], VOCAB).nonzero().tolist() == [[quote]]
@@ -300,7 +300,7 @@ def test_grammar_that_becomes_too_much_work_in_the_middle_ends_the_text_and_allo
             ask()
 
 
-def test_grammar_is_refused_where_it_cannot_hold() -> None:
+def test_grammar_is_refused_if_it_cannot_be_enforced() -> None:
     grammar = GRAMMARS["regex"]
     worded: Any = worded_runtime()
     worded.tokenizer = WordTokenizer()
@@ -328,7 +328,7 @@ def test_grammar_is_compiled_once_for_a_tokenizer() -> None:
 
 
 @pytest.mark.model
-def test_real_model_writes_what_a_schema_says_whoever_drafts() -> None:
+def test_real_model_satisfies_a_schema_with_any_method() -> None:
     runtime = load("smollm2-135m", "bfloat16", "cpu", speed="auto")
     own = replace(lettered(), runtime=runtime, layer_set=None, draft_runtime=None)
     prompt = Prompt("1", "t", text="A person as JSON: ")

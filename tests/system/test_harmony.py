@@ -70,7 +70,7 @@ LEARNT: tuple[tuple[list[dict[str, Any]], bool, str], ...] = (
 
 
 def plain(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Messages as the server gives them to the template."""
+    """Return messages as the server passes them to the template."""
     return [{**message, "content": message["content"] or ""} for message in messages]
 
 
@@ -97,7 +97,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def learn(model: Any, examples: list[tuple[torch.Tensor, int]]) -> None:
-    """Train until every token of every answer is the model's own."""
+    """Train until the model predicts every token of every answer."""
     model.requires_grad_(True).train()
     optimiser = torch.optim.Adam(model.parameters(), 3e-3)
     for _ in range(400):
@@ -134,7 +134,7 @@ def body_of(messages: list[dict[str, Any]], has_tool: bool) -> dict[str, Any]:
 
 
 def parts_of(answer: str) -> tuple[str, str, Any]:
-    """The thought, the text and the arguments of the call in what the model writes."""
+    """Return the thought, the text and the arguments of the call in the model's output."""
     _, _, thought = answer.partition("analysis<|message|>")
     thought, _, rest = thought.partition("<|end|>") if thought else ("", "", answer)
     is_call = "to=functions" in rest
@@ -143,7 +143,7 @@ def parts_of(answer: str) -> tuple[str, str, Any]:
 
 
 def told(message: Mapping[str, Any]) -> tuple[str, str, Any]:
-    """The same of a message in OpenAI's form."""
+    """Return the same parts of a message in OpenAI's form."""
     calls = message.get("tool_calls") or []
     assert all(call["function"]["name"] == "weather" for call in calls) and len(calls) < 2
     arguments = json.loads(calls[0]["function"]["arguments"]) if calls else None
@@ -187,7 +187,7 @@ def test_responses_have_items_of_the_thought_and_of_the_call(client: openai.Open
 
 
 def test_text_held_to_json_is_the_final_message(served: Served) -> None:
-    """The prompt begins it, so that the model need not write JSON in place of a channel's name."""
+    """The prompt starts the message, so that the model need not write JSON instead of a channel's name."""
     body = body_of(GREETED, False)
     schema = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": False}
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}

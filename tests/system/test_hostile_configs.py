@@ -74,7 +74,7 @@ def loads_or_is_refused(folder: Path) -> str | None:
 
 @pytest.mark.parametrize("part", [0, pytest.param(1, marks=pytest.mark.families)])
 @pytest.mark.parametrize("family", [*variants(), *DENSE_TYPES, "qwen2_5_vl"])
-def test_each_number_of_a_config_may_be_anything(family: str, part: int, tmp_path: Path) -> None:
+def test_any_number_of_a_config_loads_or_is_refused(family: str, part: int, tmp_path: Path) -> None:
     """In the default suite each field has a tenth of the values, by turns."""
     folder = tmp_path / "model"
     if family in MODELS:
@@ -123,7 +123,7 @@ CASES: dict[str, tuple[str, dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_what_no_model_has_is_named(case: str, tmp_path: Path) -> None:
+def test_impossible_config_is_refused_by_field(case: str, tmp_path: Path) -> None:
     family, changes, words = CASES[case]
     edit_config(save(tmp_path, family), **changes)
     with limited(), pytest.raises(ModelNotFound, match=words):
@@ -140,12 +140,12 @@ def test_a_type_that_the_installed_transformers_lacks_is_named_with_its_version(
         load(str(tmp_path), device="cpu")
 
 
-def test_a_limit_that_a_model_has_may_be_infinite(tmp_path: Path) -> None:
+def test_limit_of_a_model_may_be_infinite(tmp_path: Path) -> None:
     edit_config(save(tmp_path), time_step_limit=[0.0, math.inf])
     assert load(str(tmp_path), device="cpu").n_layers == 4
 
 
-def test_values_in_values_without_end_are_refused(tmp_path: Path) -> None:
+def test_endlessly_nested_values_are_refused(tmp_path: Path) -> None:
     nested: dict[str, Any] = {}
     for _ in range(200):
         nested = {"more": nested}
@@ -161,7 +161,7 @@ BY_LAYER = [[1, 2, 3, 4], [0] * 4, [1 << 40] * 4, [True, "a", 1.5, -1], [[4]] * 
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "gpt2", "gemma4_text", "gemma4_text:31b"])
-def test_each_setting_of_a_gguf_file_may_be_anything(family: str, tmp_path: Path) -> None:
+def test_any_setting_of_a_gguf_file_loads_or_is_refused(family: str, tmp_path: Path) -> None:
     model = tiny_model(family, torch.float32)
     file = GgufFile(write_gguf(tmp_path / "tiny.gguf", model))
     own = {key: value for key, value in file.settings.items() if key.startswith(f"{file.architecture}.")}
@@ -180,7 +180,7 @@ def test_each_setting_of_a_gguf_file_may_be_anything(family: str, tmp_path: Path
     assert n_refused > 4 * len(own)
 
 
-def test_a_gguf_file_of_fewer_layers_than_it_says_is_refused(tmp_path: Path) -> None:
+def test_gguf_file_with_missing_layers_is_refused(tmp_path: Path) -> None:
     model = tiny_model("llama", torch.float32)
     model.config.num_hidden_layers = 900
     path = write_gguf(tmp_path / "tiny.gguf", model)

@@ -1,4 +1,4 @@
-"""Models of the hub: a server in a thread that speaks as much of it as a client needs."""
+"""Models of the hub, from a server in a thread with the parts that a client needs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from swiftopt.models.sources import ALIASES
 
 
 class Hub(ThreadingHTTPServer):
-    """As much of the hub as a client needs for one repository, `ours/tiny`; `gated` withholds its files."""
+    """The parts of the hub that a client needs for one repository, `ours/tiny`; `gated` withholds its files."""
 
     daemon_threads = True
     commit = "a" * 40
@@ -78,11 +78,11 @@ class _HubHandler(BaseHTTPRequestHandler):
             self.wfile.write(body)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Nothing goes to stderr."""
+        """Print nothing to stderr."""
 
 
 def use_hub(monkeypatch: pytest.MonkeyPatch, endpoint: str, cache: Path) -> None:
-    """The hub's client reads its environment at import; these are what it keeps of it."""
+    """Set the values that the hub's client has read from its environment at import."""
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", endpoint)
     template = endpoint + "/{repo_id}/resolve/{revision}/{filename}"
     monkeypatch.setattr("huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE", template)

@@ -1,4 +1,4 @@
-"""Models that mix attention with other layers: what a sequence keeps for these, through all that may happen to it."""
+"""Models that mix attention with other layers: their states stay right in every course of a request."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def finish(engine: Engine) -> None:
 
 
 def test_heads_are_put_into_another_order_only_where_the_output_map_reads_one() -> None:
-    """A map of a GGUF file's codes may read heads in the file's order."""
+    """A map with a GGUF file's codes may read heads in the file's order."""
     ids, order = words(0, 9), torch.tensor([2, 0, 3, 1])
     expected: torch.Tensor | None = None
     for head_order in (None, torch.arange(4), order):
@@ -86,7 +86,7 @@ def test_heads_are_put_into_another_order_only_where_the_output_map_reads_one() 
 
 
 @each_variant
-def test_requests_beside_one_another_some_of_them_cancelled_are_plain_decoding(variant: str) -> None:
+def test_concurrent_and_cancelled_requests_give_plain_tokens(variant: str) -> None:
     engine, running = Engine(by_time=False), list[tuple[Request[Completion], list[int]]]()
     for number, method in enumerate(methods(variant) * 3):
         ids = repeating(number)[: 7 + number]
@@ -101,9 +101,7 @@ def test_requests_beside_one_another_some_of_them_cancelled_are_plain_decoding(v
 
 
 @each_variant
-def test_request_whose_memory_is_taken_or_that_is_resumed_elsewhere_goes_on(
-    variant: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_evicted_or_moved_request_continues(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("swiftopt.decoding.loop.FIRST_NEW_SLOTS", 4)
     for number, method in enumerate(methods(variant)):
         ids, points = repeating(number), list[ResumePoint]()
@@ -122,8 +120,8 @@ def test_request_whose_memory_is_taken_or_that_is_resumed_elsewhere_goes_on(
 
 
 @each_variant
-def test_next_turn_of_a_chat_reads_only_what_is_new(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Slots can be cut anywhere; recurrent states go on from the end of a text, or from a snapshot."""
+def test_next_turn_of_a_chat_reads_only_new_tokens(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slots can be cut anywhere; recurrent states continue only from the end of a text or from a snapshot."""
     monkeypatch.setattr("swiftopt.models.runtime.SNAPSHOT_BEFORE", 6)
     for number, method in enumerate(methods(variant)):
         engine, ids = Engine(PLENTY), repeating(number)
@@ -139,8 +137,8 @@ def test_next_turn_of_a_chat_reads_only_what_is_new(variant: str, monkeypatch: p
 
 
 @each_variant
-def test_candidate_that_leaves_nothing_out_predicts_every_token_of_a_window(variant: str) -> None:
-    """Candidates begin before the end of the text, several of them side by side."""
+def test_candidate_without_skipping_predicts_every_token_of_a_window(variant: str) -> None:
+    """Candidates start before the end of the text, several in one pass."""
     work = request(variant, words(3, 11), PLAIN, 16, scratch_rows=24)
 
     def scored() -> Work[list[float]]:
@@ -188,8 +186,8 @@ def test_drafted_rows_take_little_memory_beside_a_state(what: str) -> None:
     assert 0 < drafted / plain - 1 < most
 
 
-def test_search_leaves_out_sub_layers_that_there_are() -> None:
-    """Each layer of Nemotron-H has one; the first and the last stay."""
+def test_search_skips_only_existing_sub_layers() -> None:
+    """Each layer of Nemotron-H has one sub-layer; the first and the last are kept."""
     runtime = native("nemotron_h")
     own = sub_layers_of(runtime)
     assert own == (("attn", 1), ("mlp", 2))
@@ -201,7 +199,7 @@ def test_search_leaves_out_sub_layers_that_there_are() -> None:
     assert len(sub_layers_of(native("granitemoehybrid:dense"))) == 4
 
 
-def test_costs_are_those_of_the_sub_layers_that_there_are() -> None:
+def test_costs_count_only_existing_sub_layers() -> None:
     runtime = native("nemotron_h")
     costs = measure_costs(runtime, 256)
     assert costs.absent == ("mlp:0", "mlp:1", "attn:2", "attn:3")
@@ -210,7 +208,7 @@ def test_costs_are_those_of_the_sub_layers_that_there_are() -> None:
 
 
 def chat(served: Served, **way: Any) -> list[str]:
-    """The answers of a chat of three turns, and that each turn after the first goes on from the one before."""
+    """Return the answers of a chat of three turns, and check that each later turn continues from the one before."""
     messages: list[dict[str, str]] = []
     for turn in range(3):
         messages.append({"role": "user", "content": " ".join(f"w{word}" for word in repeating(turn))})
@@ -239,7 +237,7 @@ def test_chat_of_three_turns_has_the_same_bytes_with_drafts_and_without(variant:
         assert without == drafted and all(without)
 
 
-def test_tuned_plan_leaves_out_whole_layers_and_is_found_again(
+def test_tuned_plan_skips_whole_layers_and_is_looked_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], rough_costs: None
 ) -> None:
     monkeypatch.setenv("SWIFTOPT_DATABASE_URL", str(tmp_path / "home.db"))

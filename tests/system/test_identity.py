@@ -60,7 +60,7 @@ CHANGES: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_another_content_under_the_same_name_is_another_model(file: Path, change: str) -> None:
+def test_other_content_under_the_same_name_is_another_model(file: Path, change: str) -> None:
     before = load(file).info.fingerprint
     CHANGES[change](file)
     assert load(file).info.fingerprint != before
@@ -105,7 +105,7 @@ def test_blobs_of_stores_are_loaded_where_they_are(file: Path, tmp_path: Path, m
     assert load("org/tiny-GGUF").info.fingerprint == own.fingerprint
 
 
-def test_a_file_that_is_cut_while_it_is_loaded_gets_a_sentence(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_file_truncated_during_loading_is_reported_in_a_sentence(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     load(file)
     config_of = quantised_checkpoints.unquantised_config
 
@@ -126,7 +126,9 @@ def test_a_file_that_is_cut_while_it_is_loaded_gets_a_sentence(file: Path, monke
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS])
-def test_a_full_or_read_only_cache_gets_a_sentence(file: Path, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_or_read_only_cache_is_reported_in_a_sentence(
+    file: Path, number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def write(path: Path, *args: Any, **more: Any) -> int:
         raise OSError(number, os.strerror(number))
 

@@ -42,7 +42,7 @@ def gauge(served: Served, name: str) -> float:
 
 
 @pytest.mark.slow
-def test_kept_texts_are_the_keys_own_outlive_the_server_and_go_with_the_key(tmp_path: Path) -> None:
+def test_kept_texts_belong_to_a_key_and_outlive_the_server(tmp_path: Path) -> None:
     edit_config(save(tmp_path / "tiny"), max_position_embeddings=512)
     (tmp_path / "keys").write_text("\n".join(entry for _, entry in KEYS.values()))
     with server(tmp_path) as served:

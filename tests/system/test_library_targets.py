@@ -1,4 +1,4 @@
-"""Laws of targets that bitsandbytes computes: its own modules and weights, rows that stand alone, and their drafts."""
+"""Laws of targets that bitsandbytes computes: its modules and weights, independent rows, and drafts."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ Edit = Callable[[dict[str, torch.Tensor]], object]
 def library_folder(
     folder: Path, kind: dict[str, Any], family: str = "llama", louder: float = 1.0, size: Any = WIDE
 ) -> Path:
-    """A tiny model that the library quantised; `louder`: by how much its first inputs' norms are scaled up."""
+    """Save a tiny model that the library quantised; `louder`: scale of its first inputs' norms."""
     pytest.importorskip("bitsandbytes", reason="an optional library: pip install 'swiftopt[quantised]'")
     save(folder, family)
     model = tiny_model(family, torch.float32, **size)
@@ -66,7 +66,7 @@ def library_target(folder: Path, dtype: str = "float32") -> Runtime:
 
 
 def de_quantised(tensors: dict[str, torch.Tensor], name: str, shape: torch.Size) -> torch.Tensor:
-    """The weight of a map that its tensors stand for by the library's definition, in float32."""
+    """Return a map's float32 weight by the library's definition."""
     codes = tensors[f"{name}.weight"]
     if f"{name}.SCB" in tensors:
         return codes.float() * (tensors[f"{name}.SCB"][:, None] / 127)
@@ -83,7 +83,7 @@ def de_quantised(tensors: dict[str, torch.Tensor], name: str, shape: torch.Size)
 
 
 @each_kind
-def test_maps_are_the_librarys_own_with_the_files_weights(kind: dict[str, Any], tmp_path: Path) -> None:
+def test_maps_are_the_librarys_modules_with_the_files_weights(kind: dict[str, Any], tmp_path: Path) -> None:
     runtime = library_target(library_folder(tmp_path, kind))
     import bitsandbytes
 
@@ -133,7 +133,7 @@ def test_logits_of_eight_bits_are_those_of_transformers(louder: float, tmp_path:
     torch.testing.assert_close(own, right, rtol=0, atol=1e-4)
 
 
-def test_a_row_of_llm_int8_does_not_depend_on_outliers_beside_it(tmp_path: Path) -> None:
+def test_row_of_llm_int8_does_not_depend_on_outliers_of_others(tmp_path: Path) -> None:
     folder = library_folder(tmp_path, INT8)
     runtime = library_target(folder)
     own = runtime.hf_model.get_submodule(UP.rstrip("."))
@@ -200,7 +200,7 @@ def test_exported_draft_of_such_a_target_has_its_codes(tmp_path: Path) -> None:
     torch.testing.assert_close(logits_of(draft), skipped, rtol=0, atol=1e-5)
 
 
-def test_other_ways_to_compute_are_refused(tmp_path: Path) -> None:
+def test_unsupported_options_of_the_library_are_refused(tmp_path: Path) -> None:
     library_folder(tmp_path, NF4)
     runtime = library_target(tmp_path)
     with pytest.raises(SettingsError, match="speed 'graphs' is not for maps that a library computes: use auto"):
@@ -244,7 +244,7 @@ def test_without_the_library_a_sentence_says_what_to_install(
         (INT8, INT8, lambda t: t.pop("model.norm.weight"), r"lacks 1 weights, such as model\.norm\.weight"),
     ],
 )
-def test_tensors_that_are_not_what_the_config_says_are_refused(
+def test_tensors_that_contradict_the_config_are_refused(
     kind: dict[str, Any], said: dict[str, Any], edit: Edit | None, words: str, tmp_path: Path
 ) -> None:
     library_folder(tmp_path, kind)
@@ -258,7 +258,7 @@ def test_tensors_that_are_not_what_the_config_says_are_refused(
     assert "\n" not in str(refused.value) and str(tmp_path) in str(refused.value)
 
 
-def test_inputs_that_are_no_whole_blocks_are_refused_on_a_cpu(tmp_path: Path) -> None:
+def test_partial_blocks_of_inputs_are_refused_on_a_cpu(tmp_path: Path) -> None:
     library_folder(tmp_path, NF4, size={**WIDE, "intermediate_size": 96})
     with pytest.raises(UnsupportedModel, match=r"down_proj in .* has 96 inputs, which blocks of 64 do not divide, and"):
         library_target(tmp_path)

@@ -1,4 +1,4 @@
-"""Logs as text and as JSON, and the id by which lines of server and engine name a request."""
+"""Logs as text and as JSON, and the request id in lines of server and engine."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ BODY = {"model": "tiny", "prompt": "w3 w5 w3", "max_tokens": 4}
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[StringIO]:
-    """What a log of JSON writes; the process's own log and hooks are as before afterwards."""
+    """Capture a JSON log; the process's log and hooks are restored afterwards."""
     for owner, name in ((sys, "excepthook"), (threading, "excepthook")):
         monkeypatch.setattr(owner, name, getattr(owner, name))
     root, lines = logging.getLogger(), StringIO()
@@ -51,7 +51,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[StringIO]:
 
 
 def objects(text: str) -> list[dict[str, Any]]:
-    """The log's lines, each of which is an object."""
+    """Return the log's lines, each as an object."""
     return [json.loads(line) for line in text.splitlines()]
 
 
@@ -148,7 +148,7 @@ def test_lines_of_server_and_engine_are_objects_that_name_their_request(folder: 
 def test_error_of_the_engine_names_the_request(
     folder: Path, monkeypatch: pytest.MonkeyPatch, started: StringIO
 ) -> None:
-    """Whether it comes while a prompt is read, or while the engine's thread decodes."""
+    """The error may occur while a prompt is encoded, or in the engine's thread."""
     host = EngineHost(ServedModel("tiny", str(folder), "float32", tune=False), MessageWriter(BytesIO()))
 
     def broken(*_: object, **__: object) -> Iterator[None]:

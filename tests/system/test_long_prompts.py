@@ -36,7 +36,7 @@ def test_others_get_a_token_for_each_piece_of_a_long_prompt() -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral-window", "lfm2"])
-def test_passes_that_others_wait_for_take_as_long_at_any_depth(family: str) -> None:
+def test_passes_that_others_wait_for_have_the_same_cost_at_any_depth(family: str) -> None:
     """By their multiply-adds at the shape of a small model; where a window bounds these, its passes stay long."""
     runtime = quick_runtime(family, max_position_embeddings=4 * DEPTH)
     n_layers = {"llama": 4, "mistral-window": 0, "lfm2": 2}[family]

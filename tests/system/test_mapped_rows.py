@@ -52,7 +52,7 @@ def mapped(path: Path) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("kind", ["safetensors", "GGUF"])
-def test_passes_leave_all_but_the_rows_that_they_read_in_the_file(kind: str, tmp_path: Path, new_cache: Path) -> None:
+def test_passes_load_only_the_rows_that_they_read(kind: str, tmp_path: Path, new_cache: Path) -> None:
     is_gguf = kind == "GGUF"
     if is_gguf:
         model = tiny_model("gemma4_text", torch.float32, **LARGE)
@@ -75,9 +75,7 @@ def test_passes_leave_all_but_the_rows_that_they_read_in_the_file(kind: str, tmp
 
 @pytest.mark.parametrize("stored", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.families)])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_logits_have_the_bits_of_a_model_that_is_held_in_memory(
-    stored: torch.dtype, dtype: str, tmp_path: Path
-) -> None:
+def test_logits_have_the_bits_of_a_model_in_memory(stored: torch.dtype, dtype: str, tmp_path: Path) -> None:
     folder, auto = folder_of(tmp_path, stored)[0], cast(Any, AutoModelForCausalLM)
     runtime = load(str(folder), dtype, "cpu", speed="eager")
     model = auto.from_pretrained(folder, dtype=dtype).eval().requires_grad_(False)
@@ -88,7 +86,7 @@ def test_logits_have_the_bits_of_a_model_that_is_held_in_memory(
     assert runtime.config.vocab_size_per_layer_input == VOCAB
 
 
-def test_drafts_and_rows_in_company_have_the_same_bits(tmp_path: Path) -> None:
+def test_drafts_and_concurrent_rows_have_the_same_bits(tmp_path: Path) -> None:
     library()
     runtime = load(str(folder_of(tmp_path)[0]), "bfloat16", "cpu", speed="exact")
     together = runtime.forward(Rows(IDS, 0), runtime.new_buffer(16))
@@ -97,16 +95,14 @@ def test_drafts_and_rows_in_company_have_the_same_bits(tmp_path: Path) -> None:
     assert torch.equal(together.view(torch.int16), alone.view(torch.int16))
 
 
-def test_a_quantised_checkpoint_leaves_it_in_the_file_too(tmp_path: Path) -> None:
+def test_quantised_checkpoint_leaves_the_embedding_in_the_file(tmp_path: Path) -> None:
     packed_folder(tmp_path, "gemma4_text", Packing("gptq", 4, 32))
     runtime = load(str(tmp_path), "bfloat16", "cpu")
     assert [one.n_rows for one in mapped_in(runtime.hf_model)] == [VOCAB]
     assert memory_plan(tmp_path, "bfloat16", on_cpu=True).mapped == 2 * VOCAB * 48
 
 
-def test_a_merged_adapter_leaves_it_in_the_file_and_a_merged_folder_has_all_of_it(
-    tmp_path: Path, new_cache: Path
-) -> None:
+def test_merged_adapter_leaves_the_embedding_in_the_file(tmp_path: Path, new_cache: Path) -> None:
     base, model = folder_of(tmp_path / "base")
     adapter = save_adapter(tmp_path / "adapter", base, model, "q_proj", "per_layer_projection")
     wide = load(str(adapter), "float32", "cpu", speed="eager")
@@ -117,7 +113,7 @@ def test_a_merged_adapter_leaves_it_in_the_file_and_a_merged_folder_has_all_of_i
     assert torch.equal(found, expected)
 
 
-def test_a_row_that_is_not_there_is_an_error(tmp_path: Path) -> None:
+def test_missing_row_is_an_error(tmp_path: Path) -> None:
     (embedding,) = mapped_in(load(str(folder_of(tmp_path)[0]), device="cpu", speed="eager").hf_model)
     for token in (-1, VOCAB):
         with pytest.raises(IndexError, match=f"has {VOCAB} rows"):

@@ -1,4 +1,4 @@
-"""What is said, and done, where a model or its drafts do not fit the memory."""
+"""Models and drafts that do not fit the memory: reports and refusals."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def held_bytes(runtime: Runtime) -> int:
 
 @pytest.mark.parametrize("family", [*variants(), *dense_variants()])
 @pytest.mark.parametrize("dtype", ["auto", pytest.param("float32", marks=pytest.mark.families)])
-def test_a_plan_counts_weights_and_keys_and_values(family: str, dtype: str, tmp_path: Path) -> None:
+def test_memory_plan_counts_weights_and_keys_and_values(family: str, dtype: str, tmp_path: Path) -> None:
     folder = save(tmp_path / "tiny", family, torch.bfloat16)
     plan = memory_plan(folder, dtype, on_cpu=True)
     runtime = load(str(folder), dtype, "cpu", speed="eager")
@@ -67,9 +67,7 @@ def test_a_plan_counts_weights_and_keys_and_values(family: str, dtype: str, tmp_
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 @pytest.mark.parametrize("dtype, speed", [("auto", "auto"), ("auto", "eager"), ("float32", "auto")])
-def test_a_plan_of_a_gguf_file_counts_codes_where_they_stay(
-    family: str, dtype: str, speed: Speed, tmp_path: Path
-) -> None:
+def test_memory_plan_of_a_gguf_file_counts_kept_codes(family: str, dtype: str, speed: Speed, tmp_path: Path) -> None:
     library()
     path = write_gguf(tmp_path / "tiny.gguf", tiny_model(family, torch.float32, intermediate_size=64), "Q8_0")
     runtime = load(str(path), dtype, "cpu", speed=speed)
@@ -81,7 +79,7 @@ def test_a_plan_of_a_gguf_file_counts_codes_where_they_stay(
 
 
 def test_a_gguf_file_keeps_its_codes_for_the_kernels_of_a_gpu_but_those_of_the_embedding(tmp_path: Path) -> None:
-    """As many bytes as were said before, and the logits of de-quantised weights; a tied head has the embedding's."""
+    """It takes the reported bytes and has the logits of de-quantised weights; a tied head shares the embedding."""
     pytest.importorskip("triton")
     library()
     shape = {"num_hidden_layers": 1, "intermediate_size": 64, "moe_intermediate_size": 32, "mlp_only_layers": []}
@@ -101,9 +99,7 @@ def test_a_gguf_file_keeps_its_codes_for_the_kernels_of_a_gpu_but_those_of_the_e
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
 
 
-def test_codes_that_no_kernel_here_reads_count_as_plain_weights(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_codes_without_a_kernel_count_as_plain_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write_gguf(tmp_path / "tiny.gguf", tiny_model("llama", torch.float32, intermediate_size=64), "Q8_0")
     for module in (memory, gguf_model):
         monkeypatch.setattr(module, "kernels", lambda: "there is no compiler")
@@ -112,7 +108,7 @@ def test_codes_that_no_kernel_here_reads_count_as_plain_weights(
     assert plan.weights == held_bytes(runtime) == 2 * runtime.info.n_parameters
 
 
-def test_doctor_says_what_a_model_needs_without_reading_its_weights(
+def test_doctor_reports_a_models_memory_without_reading_its_weights(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
@@ -123,7 +119,7 @@ def test_doctor_says_what_a_model_needs_without_reading_its_weights(
         assert state == "ok" and re.match(needs, words)
 
 
-def test_what_a_model_needs_is_said_before_its_weights_are_read(folder: Path) -> None:
+def test_memory_of_a_model_is_reported_before_its_weights_are_read(folder: Path) -> None:
     steps = list[str]()
     load(str(folder), device="cpu", on_step=steps.append)
     size = r"[1-9]\d* [kM]B"
@@ -131,9 +127,7 @@ def test_what_a_model_needs_is_said_before_its_weights_are_read(folder: Path) ->
     assert re.fullmatch(f"{needs}, and drafts in int4 up to {size} more", steps[0]) and steps[1] == f"reading {folder}"
 
 
-def test_a_model_that_does_not_fit_is_refused_before_it_is_loaded(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_model_beyond_memory_is_refused_before_it_is_loaded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     needed = memory_plan(folder, "auto", on_cpu=True).needed
     monkeypatch.setattr(loading, "free_bytes", lambda device: int(needed) - 1)
     monkeypatch.setattr(loading, "_load_model", lambda *_: pytest.fail("it was loaded"))
@@ -160,8 +154,8 @@ def test_a_gpu_is_chosen_by_what_model_and_drafts_need(folder: Path, monkeypatch
         place("auto")
 
 
-def test_no_gpu_is_asked_but_the_one_that_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It would hold a context of some hundred MB there."""
+def test_only_the_named_gpu_is_queried(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A query would create a context of some hundred MB on the GPU."""
     made_up_gpus(monkeypatch, 1 << 40, 1 << 40, 1 << 40)
     asked, tell = list[torch.device](), torch.cuda.mem_get_info
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (asked.append(device), tell(device))[1])
@@ -195,7 +189,7 @@ NO_MEMORY = "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: 
 
 
 @pytest.mark.parametrize("error", [RuntimeError(NO_MEMORY), MemoryError(), OSError(errno.ENOMEM, "Cannot allocate")])
-def test_a_model_that_outgrows_the_memory_while_it_is_loaded_is_told(
+def test_model_that_exceeds_memory_during_loading_is_reported(
     folder: Path, error: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def outgrow(*_: object, **__: object) -> None:
@@ -206,8 +200,8 @@ def test_a_model_that_outgrows_the_memory_while_it_is_loaded_is_told(
         load(str(folder), device="cpu")
 
 
-def test_segments_are_expandable_before_a_gpu_is_asked(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Torch reads the variable when it first takes memory, and `mem_get_info` starts the device."""
+def test_segments_are_expandable_before_a_gpu_is_queried(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch reads the variable at its first allocation, and `mem_get_info` initialises the device."""
     made_up_gpus(monkeypatch, 0)
     variable, seen = "PYTORCH_CUDA_ALLOC_CONF", list[str | None]()
 
@@ -246,7 +240,7 @@ def test_engines_run_where_the_model_would_be_loaded_and_on_one_device(
             chosen_device(device, folder, "auto")
 
 
-def test_copies_that_do_not_fit_are_not_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copies_beyond_memory_are_not_started(monkeypatch: pytest.MonkeyPatch) -> None:
     runtime = quick_runtime("llama")
     draft = LayerSet(N).filled("int4")
     runtime.copies.prepare(draft)
@@ -266,7 +260,7 @@ def test_copies_that_do_not_fit_are_not_begun(monkeypatch: pytest.MonkeyPatch) -
     assert runtime.copies.n_bytes == made
 
 
-def test_copies_of_a_split_model_must_fit_where_each_of_them_lies(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copies_of_a_split_model_must_fit_on_each_device(monkeypatch: pytest.MonkeyPatch) -> None:
     runtime = quick_runtime("llama")
     for block in runtime.blocks:
         block.device = torch.device("cuda", int(block.index > 0))
@@ -276,15 +270,15 @@ def test_copies_of_a_split_model_must_fit_where_each_of_them_lies(monkeypatch: p
     assert not runtime.copies.n_bytes
 
 
-def test_what_torch_has_cached_on_a_gpu_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each GPU has its own: of the second, 5 of 9 bytes that torch has taken are in use."""
+def test_memory_that_torch_has_cached_on_a_gpu_counts_as_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is counted by GPU: on the second, 5 of torch's 9 bytes are in use."""
     made_up_gpus(monkeypatch, 100, 20)
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: (0, 9)[device.index])
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: (0, 5)[device.index])
     assert [buffer.free_bytes(torch.device("cuda", i)) for i in range(2)] == [100, 24]
 
 
-def test_texts_of_a_split_model_have_what_the_fullest_device_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_texts_of_a_split_model_fit_on_the_fullest_device(monkeypatch: pytest.MonkeyPatch) -> None:
     runtime = quick_runtime("llama")
     assert memory_for_texts(runtime) > 0
     for block, index in zip(runtime.blocks, (0, 0, 0, 1), strict=True):
@@ -294,7 +288,7 @@ def test_texts_of_a_split_model_have_what_the_fullest_device_leaves(monkeypatch:
         assert memory_for_texts(runtime) == wanted
 
 
-def test_a_container_has_what_its_limit_leaves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_of_a_container_is_bounded_by_its_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cpu = torch.device("cpu")
     monkeypatch.setattr(free_memory, "CONTAINER", tmp_path)
     whole = buffer.free_bytes(cpu)

@@ -1,4 +1,4 @@
-"""Laws that every decoding method of the catalogue keeps, whatever it drafts with."""
+"""Laws of every decoding method in the catalogue."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def parts(family: str = "llama", with_model: bool = False, make: Callable[..., R
 
 
 def prompt(seed: int) -> list[int]:
-    """Words that repeat, so that looking them up finds something."""
+    """Return repeated words, so that lookups find matches."""
     rng = random.Random(seed)
     words = [rng.randrange(2, VOCAB) for _ in range(6)]
     return words * 3
@@ -98,8 +98,8 @@ def cases(names: list[str]) -> list[tuple[str, bool]]:
         for family in families
     ],
 )
-def test_greedy_output_is_that_of_plain_decoding(name: str, with_model: bool, family: str) -> None:
-    """By torch's passes; `test_exact` has the methods with more families on our kernels."""
+def test_greedy_output_equals_plain_decoding(name: str, with_model: bool, family: str) -> None:
+    """On torch's passes; `test_exact` runs the methods with more families on the native kernels."""
     own = parts(family, with_model)
     method = build(name, own)
     assert method.name == name and not method.lossy
@@ -119,7 +119,7 @@ def test_greedy_output_is_that_of_plain_decoding(name: str, with_model: bool, fa
     ids=["repetition", "presence, frequency and bias"],
 )
 @pytest.mark.parametrize("name", LOSSLESS)
-def test_penalties_and_biases_hold_for_drafts_too(name: str, sampling: Sampling) -> None:
+def test_penalties_and_biases_apply_to_drafts(name: str, sampling: Sampling) -> None:
     own = parts("llama", False, quick_runtime)
     done, plain = (run(m, own.runtime, prompt(4), sampling) for m in (build(name, own), PLAIN))
     assert done.token_ids == plain.token_ids != run(PLAIN, own.runtime, prompt(4), Sampling()).token_ids
@@ -129,7 +129,7 @@ def test_penalties_and_biases_hold_for_drafts_too(name: str, sampling: Sampling)
 def exact(
     runtime: Runtime, ids: tuple[int, ...], sampling: Sampling, length: int, grammar: Grammar | None
 ) -> dict[tuple[int, ...], float]:
-    """Probability of every continuation of that length, pass by pass."""
+    """Return the probability of every continuation of that length."""
     rule = rule_of(sampling, len(ids), grammar)
     found: dict[tuple[int, ...], float] = {(): 1.0}
     for _ in range(length):
@@ -144,8 +144,8 @@ def exact(
 
 
 @pytest.mark.parametrize("name", ["plain", "swift", "adaptive"])
-def test_noise_is_kept_only_where_it_will_be_read_again(name: str) -> None:
-    """A row of it is as wide as the vocabulary, and every request has its own."""
+def test_noise_is_kept_only_if_it_is_read_again(name: str) -> None:
+    """A row of noise is as wide as the vocabulary, and every request has its own."""
     own, ids = parts("llama", False, quick_runtime), prompt(1)
     rule = rule_of(WARM, len(ids))
 
@@ -185,11 +185,11 @@ CHANGED = ("plain", "swift", "adaptive", "spd")  # Tested with a changed distrib
 def test_sampled_output_has_the_target_distribution(
     name: str, with_model: bool, sampling: Sampling, grammar: Grammar | None
 ) -> None:
-    """Of plain decoding and methods that draw their drafts, by 300 seeded requests of 3 tokens: chi-square over the
-    merged outcomes below the 1 - 1e-5 quantile. Methods that walk the target's own draws have it from plain decoding,
-    whose tokens they give for each seed.
+    """Tested for plain decoding and for methods that draw their drafts, with 300 seeded requests of 3 tokens:
+    chi-square over the merged outcomes is below the 1 - 1e-5 quantile. Methods that walk the target's draws give plain
+    decoding's tokens for each seed.
 
-    The seeds are fixed, so a pass stays a pass; of 40 right implementations one fails by chance in 2,500 choices.
+    The seeds are fixed, so results repeat; of 40 correct implementations one fails by chance in 2,500 choices.
     """
     own, ids, length = parts("llama", with_model, quick_runtime), prompt(1), 3
     method, n = build(name, own), 300
@@ -220,7 +220,7 @@ def test_sampled_output_has_the_target_distribution(
 
 
 @pytest.mark.parametrize(("name", "with_model"), cases(LOSSY))
-def test_lossy_methods_say_so(name: str, with_model: bool) -> None:
+def test_lossy_methods_are_marked(name: str, with_model: bool) -> None:
     own = parts("llama", with_model, quick_runtime)
     method = build(name, own)
     done = run(method, own.runtime, prompt(2), Sampling())
@@ -228,7 +228,7 @@ def test_lossy_methods_say_so(name: str, with_model: bool) -> None:
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_every_length_is_kept_exactly(name: str) -> None:
+def test_completions_have_exactly_the_requested_length(name: str) -> None:
     own = parts("llama", False, quick_runtime)
     method = build(name, own)
     for n_new, seed in itertools.product((1, 2, 3, 7), (0, 1)):
@@ -237,7 +237,7 @@ def test_every_length_is_kept_exactly(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_a_stop_token_ends_the_text_whoever_drafts(name: str) -> None:
+def test_stop_token_ends_the_text_of_every_method(name: str) -> None:
     own = parts("llama", False, quick_runtime)
     stop = run(PLAIN, own.runtime, prompt(0), Sampling()).token_ids[4]
     done = decode(
@@ -250,7 +250,7 @@ def test_a_stop_token_ends_the_text_whoever_drafts(name: str) -> None:
 
 @pytest.mark.parametrize("name", METHODS)
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=0.9, seed=4)], ids=["greedy", "sampled"])
-def test_no_stop_token_ends_the_text_before_its_least_length(name: str, sampling: Sampling) -> None:
+def test_stop_tokens_have_no_effect_before_the_minimum_length(name: str, sampling: Sampling) -> None:
     own, ids, least = parts("llama", False, quick_runtime), prompt(0), 9
     stops = sorted(set(run(PLAIN, own.runtime, ids, sampling).token_ids[:6]))
 
@@ -267,7 +267,7 @@ def test_no_stop_token_ends_the_text_before_its_least_length(name: str, sampling
         assert done.token_ids == under_constraint(PLAIN).token_ids
 
 
-def test_a_method_without_its_pieces_says_which_command_makes_them() -> None:
+def test_method_without_its_parts_names_the_command_that_makes_them() -> None:
     bare = Resources(parts().runtime)
     for name, words in (("adadecode", "heads train"), ("adaspeed-probe", "probe train"), ("swift", "tune first")):
         with pytest.raises(SettingsError, match=words):
@@ -316,22 +316,22 @@ def test_a_draft_model_with_a_shorter_context_drafts_while_it_can(name: str) -> 
 
 
 @pytest.mark.parametrize("name", WITH_A_MODEL)
-def test_tokens_that_the_draft_model_has_no_row_for_do_no_harm(name: str) -> None:
-    """Heads of one family are padded to different widths; here such a token is in the prompt already."""
+def test_tokens_beyond_the_draft_models_vocabulary_are_harmless(name: str) -> None:
+    """Heads of one family are padded to different widths; here the prompt contains such a token."""
     own, sampling = parts(), Sampling(temperature=5.0, seed=1)
     method = build(name, Resources(own.runtime, draft_runtime=narrow_model()))
     assert run(method, own.runtime, [*prompt(5), VOCAB - 1], sampling, 60).n_tokens == 60
 
 
 def narrow_model() -> Runtime:
-    """A draft model whose head and embedding are seven tokens short."""
+    """Return a draft model whose head and embedding lack seven tokens."""
     model = copy.deepcopy(tiny_model("llama", seed=1))  # resizing changes the config, which is shared
     model.resize_token_embeddings(VOCAB - 7, mean_resizing=False)
     return Runtime(model, None, ModelInfo("narrow", "llama", 4, 1))
 
 
 class _Guessing(Drafter):
-    """Has its model check a token that the model has no row for, as text may suggest one."""
+    """Lets its model check a token without a row, as suggested by text."""
 
     def __init__(self, model: DraftModel) -> None:
         self.model, self.max_depth = model, 2
@@ -344,7 +344,7 @@ class _Guessing(Drafter):
         return Draft(DraftTree.chain([root, VOCAB - 1, int(logits[1].argmax())][: 1 + room]))
 
 
-def test_text_may_suggest_tokens_that_the_draft_model_has_no_row_for() -> None:
+def test_text_may_suggest_tokens_beyond_the_draft_models_vocabulary() -> None:
     runtime, method = parts().runtime, Method("guessing", _Guessing(OtherModel(narrow_model())))
     done, plain = (run(each, runtime, prompt(5), Sampling(), 12) for each in (method, PLAIN))
     assert done.token_ids == plain.token_ids and done.drafted > 10

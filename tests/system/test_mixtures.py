@@ -1,4 +1,4 @@
-"""Drafts of mixtures with fewer experts and with experts in fewer bits, and what passes count of experts."""
+"""Drafts of mixtures with fewer experts and with quantised experts, and the counting of experts."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def drafted(runtime: Runtime, draft: LayerSet, ids: list[int]) -> Tensor:
 
 
 def choices_of(runtime: Runtime, ids: list[int]) -> dict[int, Tensor]:
-    """The experts (rows, chosen) that torch's way takes in each layer with a mixture."""
+    """Return the experts (rows, chosen) that torch's path chooses in each layer with a mixture."""
     taken: dict[int, Tensor] = {}
     handles = []
     for block in runtime.blocks:
@@ -52,7 +52,7 @@ def choices_of(runtime: Runtime, ids: list[int]) -> dict[int, Tensor]:
 @pytest.mark.families
 @pytest.mark.parametrize("variant", [variant for variant in MIXTURES if not variant.startswith("phimoe")])
 def test_our_kernels_take_fewer_experts_as_torch_does(variant: str) -> None:
-    """One expert of every type whose number is free, and half of the layers with another number."""
+    """One expert, of every type whose number is free, and another number in half of the layers."""
     ids = words(6, 40)
     exact, mine = tiny_runtime(variant), native(variant, torch.float32)
     for draft in (LayerSet(4, experts=ONE), LayerSet(4, frozenset({2}), experts=(("mlp:1", 1), ("mlp:3", 1)))):
@@ -97,7 +97,7 @@ def test_a_number_of_experts_that_the_model_has_not_is_refused(variant: str, num
 @pytest.mark.parametrize("name", ["int8", "int4-32"])
 @pytest.mark.parametrize("variant", ["qwen3_moe", SHARED])
 def test_copies_of_experts_compute_what_their_codes_say(variant: str, name: str) -> None:
-    """Inputs are rounded to 8 bits by our kernels alone; the layer is held to its own de-quantised weights."""
+    """Only the native kernels round inputs to 8 bits; the layer is compared with its de-quantised weights."""
     runtime, ids = native_runtime(variant, torch.float32), words(11, 30)
     draft = LayerSet(4, formats=(("mlp:2", name),))
     runtime.copies.prepare(draft)
@@ -137,7 +137,7 @@ def test_copies_of_experts_have_half_or_a_quarter_of_their_bytes() -> None:
 
 
 def counting(way: str) -> Runtime:
-    """A mixture computed in a way; captured passes are not those of a GPU, but run again."""
+    """Return a mixture on a path; captured passes run again instead of being replayed by a GPU."""
     if way == "native":
         return native_runtime("qwen3_moe", torch.float32)
     runtime = tiny_runtime("qwen3_moe", torch.float32)
@@ -158,7 +158,7 @@ each_way = pytest.mark.parametrize(
 @each_way
 @pytest.mark.usefixtures("few_steps")
 def test_passes_count_the_experts_that_rows_take(way: str) -> None:
-    """In each way the same."""
+    """All paths count the same."""
     ids = words(13, 6)
     mine, taken = counting(way), choices_of(tiny_runtime("qwen3_moe"), ids)
     for _ in range(RECORD_AT if way == "graphs" else 1):

@@ -73,8 +73,8 @@ def loaded(folder: str, dtype: str = "float32", speed: Any = "auto") -> tuple[Ru
 
 @each_type
 @pytest.mark.parametrize("speed", ["auto", "eager"])
-def test_layer_is_that_of_transformers(folders: Any, variant: str, speed: str) -> None:
-    """Read at once, and token by token behind it, from the layer's own states."""
+def test_layer_equals_that_of_transformers(folders: Any, variant: str, speed: str) -> None:
+    """The text is read at once, then token by token from the layer's own states."""
     (runtime, layer), ids, them = loaded(folders(variant), speed=speed), words(4, 30), made(variant)
     assert (layer.speed == "eager") == (speed == "eager") and runtime.n_layers == 4
     states, cache = them.states(ids), MtpCache(config=them.model.config.get_mtp_config())
@@ -94,9 +94,9 @@ def test_layer_is_that_of_transformers(folders: Any, variant: str, speed: str) -
 
 
 class Followed(ChainDrafter):
-    """Notes each round's text and draft, and offers the target's tokens `truth` in place of its own ones.
+    """Records each round's text and draft, and drafts the target's tokens `truth` instead of its own.
 
-    Of three, so many are right as the number of the round says; in other rounds the right token is a side leaf.
+    By the number of the round, none to three of them are right; in other rounds the right token is a side leaf.
     """
 
     rounds: list[tuple[list[int], list[int]]]
@@ -136,8 +136,8 @@ def run(runtime: Runtime, method: Method, seed: int = 0, temperature: float = 0.
 
 
 @each_type
-def test_drafts_are_those_of_transformers_in_each_round(folders: Any, variant: str) -> None:
-    """What the layer has read depends on the text alone: rejected tokens leave no trace, accepted ones no gap."""
+def test_drafts_equal_those_of_transformers_in_each_round(folders: Any, variant: str) -> None:
+    """The layer's state depends only on the text: rejected tokens leave no trace, and accepted ones no gap."""
     runtime, _ = loaded(folders(variant))
     plain = run(runtime, PLAIN).token_ids
     method, drafter = followed(runtime, plain)
@@ -174,7 +174,7 @@ def test_drafts_of_a_gguf_file_are_the_checkpoints(variant: str, tmp_path: Path,
 
 @each_type
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_tokens_are_those_of_plain_decoding(folders: Any, variant: str, temperature: float) -> None:
+def test_tokens_equal_plain_decoding(folders: Any, variant: str, temperature: float) -> None:
     runtime, _ = loaded(folders(variant), "bfloat16")
     assert runtime.exact
     for settings in ({}, {"stop_threshold": 0.02}, {"draft_format": "stored", "stop_threshold": None}):
@@ -185,7 +185,7 @@ def test_tokens_are_those_of_plain_decoding(folders: Any, variant: str, temperat
 
 
 def adaptive(runtime: Runtime, **settings: Any) -> Method:
-    """Adaptive drafts that take the layer for nearly free."""
+    """Return adaptive drafts that assume the layer to be nearly free."""
     costs = cheap_draft_costs(0.25)
     costs = replace(costs, formats={**costs.formats, "mtp-int4": FormatCosts(0.0, 0.0, 0.0, 0.05, {1: 1.0, 8: 1.5})})
     own = AdaptiveSettings.from_json({"draft_format": "stored", **settings})
@@ -195,7 +195,7 @@ def adaptive(runtime: Runtime, **settings: Any) -> Method:
 @pytest.mark.parametrize("draft_format", ["stored", "int4"])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_layer_text_and_copies_draft_together(folders: Any, draft_format: str, temperature: float) -> None:
-    """With every offer at hand the tokens stay plain decoding's, with several requests at once, too."""
+    """With all sources of drafts the tokens equal plain decoding's, even for concurrent requests."""
     runtime, _ = loaded(folders("glm4_moe"), "bfloat16")
     method = adaptive(runtime, draft_format=draft_format)
     rule = Sampling(temperature=temperature, seed=3)
@@ -210,8 +210,8 @@ def test_layer_text_and_copies_draft_together(folders: Any, draft_format: str, t
     assert sum(done.drafted for done in results) > 0
 
 
-def test_requests_that_are_cancelled_and_gone_on_with_end_as_plain_ones(folders: Any) -> None:
-    """One is cut off after some rounds and goes on in another engine; one is cancelled; one runs beside both."""
+def test_cancelled_and_resumed_requests_give_plain_tokens(folders: Any) -> None:
+    """One is interrupted after some rounds and continues in another engine; one is cancelled; one runs beside both."""
     runtime, _ = loaded(folders("glm4_moe"), "bfloat16")
     method, texts = adaptive(runtime), [words(seed, 9) for seed in range(3)]
     rules = [TokenRule.of(Sampling(temperature=0.7, seed=seed), None) for seed in range(3)]
@@ -239,8 +239,8 @@ def test_requests_that_are_cancelled_and_gone_on_with_end_as_plain_ones(folders:
     assert resumed.token_ids == expected[0] and resumed.drafted
 
 
-def test_layer_sees_what_a_request_reads_behind_a_shared_prefix(folders: Any) -> None:
-    """States of a prefix that another request has read are gone: drafts are those for the rest of the text."""
+def test_layer_sees_the_rest_of_a_prompt_after_a_shared_prefix(folders: Any) -> None:
+    """States of a prefix that another request has read are lost, so drafts are those for the rest of the text."""
     runtime, _ = loaded(folders("exaone_moe"))
     prefix, rest = words(1, 40), words(2, 12)
     plain = decode(runtime, [*prefix, *rest], PLAIN, TokenRule.of(Sampling(), None), Ending(N_NEW)).token_ids
@@ -269,7 +269,7 @@ def test_long_prompt_is_read_in_pieces(folders: Any, monkeypatch: pytest.MonkeyP
         assert drafted == made("exaone_moe").draft(text, len(drafted))
 
 
-def test_checkpoint_without_a_layer_says_so(folders: Any) -> None:
+def test_checkpoint_without_a_layer_is_refused(folders: Any) -> None:
     with pytest.raises(SettingsError, match="hold no multi-token-prediction layer that swiftopt reads"):
         mtp(quick_runtime("llama"))
 
@@ -289,8 +289,8 @@ def test_layer_of_another_size_is_refused(folders: Any, tmp_path: Any) -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_drafts_that_are_read_late_are_the_same(folders: Any, temperature: float) -> None:
-    """As on a GPU, where each step is read while the next one runs."""
+def test_drafts_with_late_reads_are_the_same(folders: Any, temperature: float) -> None:
+    """On a GPU, each step is read while the next one runs."""
     runtime, _ = loaded(folders("exaone_moe"))
     plain = run(runtime, PLAIN, 2, temperature).token_ids
     fixed = mtp(runtime, stop_threshold=None, draft_format="stored")
@@ -303,8 +303,8 @@ def test_drafts_that_are_read_late_are_the_same(folders: Any, temperature: float
         assert run(runtime, method, 2, temperature).token_ids == plain
 
 
-def test_served_requests_are_drafted_by_the_layer_and_answered_as_plain_ones(folders: Any) -> None:
-    """The task of a request without one is known when its prompt is read; its method drafts by the layer, too."""
+def test_served_requests_draft_with_the_layer_and_give_plain_tokens(folders: Any) -> None:
+    """A request without a task gets one when its prompt is read; its method drafts with the layer too."""
     runtime, _ = loaded(folders("exaone_moe"), "bfloat16")
     traffic = Traffic("tiny", runtime, None, TuningSettings(draft_format="int4", context_window=8, max_steps=2))
     session = Session(runtime, Sampling(), 30, ignore_eos=True)
@@ -319,7 +319,7 @@ def test_served_requests_are_drafted_by_the_layer_and_answered_as_plain_ones(fol
     traffic.close()
 
 
-def test_layer_of_a_multimodal_checkpoint_is_found_beside_its_text_part(tmp_path: Any) -> None:
+def test_layer_of_a_multimodal_checkpoint_is_read(tmp_path: Any) -> None:
     config = {"model_type": "qwen3_5", "text_config": {"model_type": "qwen3_5_text", "num_hidden_layers": 4}}
     (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
     names = ("mtp.fc.weight", "mtp.layers.0.mlp.up_proj.weight", "model.language_model.norm.weight", "model.visual.a")

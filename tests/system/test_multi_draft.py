@@ -1,4 +1,4 @@
-"""Sampled drafts, several sequences and beams on tiny models: lossless where promised, the best block if searched."""
+"""Sampled drafts, several sequences and beams on tiny models: lossless methods are exact, beams find the best block."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def draft_model(kind: str, family: str = "llama", make: Callable[..., Runtime] =
 
 
 def runtime_of(family: str, seed: int = 0) -> Runtime:
-    """One family's passes are torch's; the others' are quick ones."""
+    """Return a runtime: one family runs on torch, the others on the native kernels."""
     return (tiny_runtime if family == "llama" else quick_runtime)(family, seed=seed)
 
 
@@ -67,7 +67,7 @@ def plainly(family: str, seed: int, sampling: Sampling) -> Completion:
 
 @pytest.mark.parametrize("family", variants(["llama", "gpt2", "gemma3-softcap", "qwen2-window"]))
 @pytest.mark.parametrize("kind", ["skipped", "other"])
-def test_greedy_output_is_that_of_plain_decoding(family: str, kind: str) -> None:
+def test_greedy_output_equals_plain_decoding(family: str, kind: str) -> None:
     runtime, model = runtime_of(family), draft_model(kind, family, runtime_of)
     for seed, name in enumerate(LOSSLESS):
         for penalty in (None, 1.3):
@@ -79,8 +79,8 @@ def test_greedy_output_is_that_of_plain_decoding(family: str, kind: str) -> None
 
 
 @pytest.mark.parametrize("name", LOSSLESS)
-def test_draft_that_is_the_target_is_accepted_whole(name: str) -> None:
-    """T > 0, the target drafting for itself: nothing may be refused, through tree masks and moved rows alike."""
+def test_target_as_draft_is_fully_accepted(name: str) -> None:
+    """At T > 0 the target drafts for itself; nothing may be rejected, with tree masks and moved rows."""
     runtime, sampling = tiny_runtime("llama"), Sampling(temperature=1.0, seed=3)
     method = lossless(name, SkippedTarget(LayerSet(4)), length=3)
     done = decode(runtime, prompt(1), method, TokenRule.of(sampling, None), Ending(1 + 4 * 5))
@@ -88,7 +88,7 @@ def test_draft_that_is_the_target_is_accepted_whole(name: str) -> None:
 
 
 def after(runtime: Runtime, token_ids: list[int]) -> torch.Tensor:
-    """The target's raw distribution after a text, read without any buffer of ours; float64 (vocab,)."""
+    """Return the target's distribution after a text, without a buffer; float64 (vocab,)."""
     logits = runtime.hf_model(torch.tensor([token_ids])).logits[0, -1]  # type: ignore[operator]
     return torch.softmax(logits.double(), dim=-1)
 
@@ -96,8 +96,8 @@ def after(runtime: Runtime, token_ids: list[int]) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("name", "kind"), [*((name, "skipped") for name in LOSSLESS), ("chain", "other"), ("spectr", "other")]
 )
-def test_sampled_output_is_distributed_as_the_target(name: str, kind: str) -> None:
-    """Chi-square over all sequences of 4 tokens of top-k 2; false alarm 1e-4 per case; seeds fixed."""
+def test_sampled_output_has_the_targets_distribution(name: str, kind: str) -> None:
+    """Chi-square over all sequences of 4 tokens at top-k 2; false alarm 1e-4 per case, fixed seeds."""
     runtime, ids, n, length = quick_runtime("llama"), prompt(2), 300, 4
     method = lossless(name, draft_model(kind, make=quick_runtime), length=2)
     rules = (TokenRule.of(Sampling(temperature=1.5, top_k=2, seed=seed), None) for seed in range(n))
@@ -123,7 +123,7 @@ def test_sampled_output_is_distributed_as_the_target(name: str, kind: str) -> No
 
 
 def beam_blocks(runtime: Runtime, ids: list[int], width: int, length: int, top_k: int, top_p: float) -> list[int]:
-    """MTJD's next block by an independent beam search that reads every prefix anew."""
+    """Return MTJD's next block by an independent beam search without a buffer."""
     beams: list[tuple[float, list[int]]] = [(0.0, [])]
     for _ in range(length):
         grown = []
@@ -139,8 +139,8 @@ def mtjd(width: int, length: int, top_k: int, top_p: float) -> Method:
     return Method("mtjd", BeamDrafter(SkippedTarget(None), settings, runs_target=True), KeepAll())
 
 
-def test_block_is_the_most_probable_of_all_when_no_beam_is_dropped() -> None:
-    """27 sequences of three tokens, all of them within the width: brute force over the joint distribution."""
+def test_block_is_the_most_probable_one_if_no_beam_is_dropped() -> None:
+    """All 27 sequences of three tokens are within the width and are enumerated."""
     runtime, ids = tiny_runtime("llama"), prompt(4)
     done = decode(runtime, ids, mtjd(27, 3, 3, 1.0), TokenRule.of(Sampling(), None), Ending(4))
     first, block = done.token_ids[0], done.token_ids[1:]
@@ -158,8 +158,8 @@ def test_block_is_the_most_probable_of_all_when_no_beam_is_dropped() -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3"])
-def test_blocks_follow_one_another_as_in_a_search_without_a_buffer(family: str) -> None:
-    """13 tokens after the first: three whole blocks of four and a last one that has room for one."""
+def test_consecutive_blocks_equal_a_search_without_a_buffer(family: str) -> None:
+    """The 13 tokens after the first are three blocks of four, and a last one of one token."""
     runtime, ids = tiny_runtime(family), prompt(5)
     done = decode(runtime, ids, mtjd(4, 4, 10, 0.9), TokenRule.of(Sampling(), None), Ending(14))
     text = [*ids, done.token_ids[0]]
@@ -169,15 +169,15 @@ def test_blocks_follow_one_another_as_in_a_search_without_a_buffer(family: str) 
     assert done.target_passes == 13
 
 
-def test_one_beam_of_the_most_probable_token_is_plain_greedy_decoding() -> None:
+def test_single_beam_equals_greedy_decoding() -> None:
     runtime = tiny_runtime("llama")
     plain = decode(runtime, prompt(6), PLAIN, TokenRule.of(Sampling(), None), Ending(N_NEW))
     done = decode(runtime, prompt(6), mtjd(1, 4, 1, 1.0), TokenRule.of(Sampling(), None), Ending(N_NEW))
     assert done.token_ids == plain.token_ids
 
 
-def test_blocks_of_a_search_are_likelier_than_greedy_ones() -> None:
-    """Over 12 prompts the block of 4 is never less probable than the greedy one, and somewhere more."""
+def test_blocks_of_a_search_are_at_least_as_likely_as_greedy_ones() -> None:
+    """Over 12 prompts the block of 4 is never less probable than the greedy one, and sometimes more."""
     runtime, gains = tiny_runtime("llama"), []
     for seed in range(12):
         found = {}
@@ -195,7 +195,7 @@ def test_blocks_of_a_search_are_likelier_than_greedy_ones() -> None:
 
 @pytest.mark.parametrize("kind", ["skipped", "other"])
 def test_beams_carry_the_draft_probability_of_each_token(kind: str) -> None:
-    """MTAD's ratio with the target drafting for itself is 1 for every prefix: all stands for any τ below 1."""
+    """If the target drafts for itself, MTAD's ratio is 1 for every prefix, so all tokens are kept for any τ below 1."""
     runtime, ids = tiny_runtime("llama"), prompt(7)
     model: DraftModel = SkippedTarget(LayerSet(4)) if kind == "skipped" else OtherModel(tiny_runtime("llama"))
     for sampling in (Sampling(), Sampling(temperature=1.0, seed=2)):
@@ -205,7 +205,7 @@ def test_beams_carry_the_draft_probability_of_each_token(kind: str) -> None:
 
 
 def test_sampled_beams_are_drawn_and_the_draft_is_the_best_of_them() -> None:
-    """With room for all 9 sequences of two tokens, drawing without replacement leaves nothing to chance."""
+    """With room for all 9 sequences of two tokens, drawing without replacement is deterministic."""
     runtime, ids = tiny_runtime("llama"), prompt(8)
 
     def block(width: int, seed: int) -> tuple[int, ...]:
@@ -224,7 +224,7 @@ def test_sampled_beams_are_drawn_and_the_draft_is_the_best_of_them() -> None:
 @pytest.mark.parametrize(
     "sampling", [Sampling(), Sampling(temperature=1.0, top_p=0.9, seed=4)], ids=["greedy", "sampled"]
 )
-def test_lossy_methods_say_so_and_keep_to_the_length(sampling: Sampling) -> None:
+def test_lossy_methods_are_marked_and_keep_the_length(sampling: Sampling) -> None:
     runtime, model = tiny_runtime("llama"), SkippedTarget(SKIPPED)
     methods = [
         Method("mtad", BeamDrafter(model, BeamSettings()), JointRatio(0.5, 10, 0.9)),
@@ -239,8 +239,8 @@ def test_lossy_methods_say_so_and_keep_to_the_length(sampling: Sampling) -> None
 
 
 @pytest.mark.parametrize("name", [*LOSSLESS, "mtad", "mtjd"])
-def test_no_slot_behind_the_stated_ones_is_written(name: str) -> None:
-    """A draft with `room` into a buffer of just `max_rows` slots behind the committed ones."""
+def test_no_slot_after_the_stated_ones_is_written(name: str) -> None:
+    """A draft with `room` runs in a buffer of just `max_rows` slots after the committed ones."""
     runtime, ids, model = tiny_runtime("llama"), prompt(3), SkippedTarget(SKIPPED)
     for room in range(6):
         if name in LOSSLESS:

@@ -79,7 +79,7 @@ WRONG_VALUES: tuple[tuple[str, dict[str, Any], str, str], ...] = (
 @pytest.mark.parametrize(
     ("path", "own", "code", "param"), WRONG_VALUES, ids=[f"{path} {[*own]}" for path, own, _, _ in WRONG_VALUES]
 )
-def test_value_that_cannot_be_used_has_openais_code_and_names_its_field(
+def test_invalid_value_has_openais_code_and_names_its_field(
     client: TestClient, path: str, own: dict[str, Any], code: str, param: str
 ) -> None:
     answer = client.post(path, json={**BODIES[path], **own})
@@ -87,7 +87,7 @@ def test_value_that_cannot_be_used_has_openais_code_and_names_its_field(
 
 
 @pytest.mark.parametrize("path", BODIES)
-def test_field_that_is_missing_has_openais_code_and_is_named(client: TestClient, path: str) -> None:
+def test_missing_field_has_openais_code_and_is_named(client: TestClient, path: str) -> None:
     for field in BODIES[path]:
         answer = client.post(path, json={name: value for name, value in BODIES[path].items() if name != field})
         assert told(answer, 400) == ("invalid_request_error", "missing_required_parameter", field)

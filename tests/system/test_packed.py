@@ -1,4 +1,4 @@
-"""Laws of quantised targets: what a checkpoint stands for, bit by bit; its logits; and that drafts change no token."""
+"""Laws of quantised targets: the weights of a checkpoint bit by bit, its logits, and equal tokens with drafts."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ each_packing = pytest.mark.parametrize("packing", PACKINGS, ids=str)
 
 
 @each_packing
-def test_weights_are_those_that_the_format_defines(packing: Packing, tmp_path: Path) -> None:
+def test_weights_equal_the_formats_definition(packing: Packing, tmp_path: Path) -> None:
     meant = packed_folder(tmp_path, "qwen2", packing)
     scheme = supported_type(tmp_path)[1]
     assert scheme is not None
@@ -57,7 +57,7 @@ def test_weights_are_those_that_the_format_defines(packing: Packing, tmp_path: P
 
 
 @each_packing
-def test_eager_logits_are_those_of_transformers_with_the_de_quantised_weights(packing: Packing, tmp_path: Path) -> None:
+def test_eager_logits_equal_those_of_de_quantised_weights(packing: Packing, tmp_path: Path) -> None:
     check_logits(tmp_path, "llama", packing)
 
 
@@ -67,7 +67,7 @@ def test_every_family_can_be_quantised(family: str, tmp_path: Path) -> None:
 
 
 def check_logits(folder: Path, family: str, packing: Packing) -> None:
-    """Eager logits, by the runtime and by transformers' own module, against de-quantised weights in transformers."""
+    """Compare eager logits, of the runtime and of transformers' module, with those of de-quantised weights."""
     meant = packed_folder(folder, family, packing)
     runtime = load(str(folder), "float32", "cpu", speed="eager")
     assert not any(isinstance(module, CodedLinear) for module in runtime.hf_model.modules())
@@ -83,7 +83,7 @@ def native_target(folder: Path, dtype: str) -> Runtime:
 
 
 @each_packing
-def test_native_target_keeps_its_codes_and_drafts_change_no_token(packing: Packing, tmp_path: Path) -> None:
+def test_native_target_keeps_its_codes_and_gives_plain_tokens(packing: Packing, tmp_path: Path) -> None:
     packed_folder(tmp_path, "qwen2", packing)
     if packing.act_order:  # the maps of one input were calibrated on the same input, and share its order
         share_order(tmp_path, packing)
@@ -120,7 +120,7 @@ def test_maps_of_one_input_in_several_orders_are_de_quantised(tmp_path: Path) ->
     assert runtime.speed == "eager" and not any(isinstance(m, CodedLinear) for m in runtime.hf_model.modules())
 
 
-def test_groups_that_no_kernel_knows_are_de_quantised(tmp_path: Path) -> None:
+def test_unsupported_groups_are_de_quantised(tmp_path: Path) -> None:
     meant = packed_folder(tmp_path, "llama", Packing("gptq", 4, 16))
     library()
     with pytest.raises(SettingsError, match="groups of 16 weights are computed by torch"):
@@ -161,7 +161,7 @@ def test_identity_is_that_of_the_quantised_files(tmp_path: Path) -> None:
     assert load(str(tmp_path / "0"), "float32", "cpu").info.fingerprint == names[3]
 
 
-def test_dtype_is_as_stored_unless_asked_for(tmp_path: Path) -> None:
+def test_dtype_is_the_stored_one_by_default(tmp_path: Path) -> None:
     packed_folder(tmp_path, "llama", PACKINGS[0])
     assert load(str(tmp_path), device="cpu").dtype == torch.float16
     library()
@@ -176,7 +176,7 @@ def test_dtype_is_as_stored_unless_asked_for(tmp_path: Path) -> None:
     assert not any(isinstance(module, CodedLinear) for module in eager.blocks[0].parts.qkv)
 
 
-def test_bias_of_a_file_counts_where_the_model_has_none(tmp_path: Path) -> None:
+def test_bias_of_a_file_is_used_even_if_the_model_has_none(tmp_path: Path) -> None:
     meant = packed_folder(tmp_path, "llama", Packing("gptq", 4, 32))
     model = reference("llama", meant)
     tensors = load_file(tmp_path / "model.safetensors")
@@ -190,7 +190,7 @@ def test_bias_of_a_file_counts_where_the_model_has_none(tmp_path: Path) -> None:
     )
 
 
-def test_bias_that_the_model_has_and_the_file_has_not_is_missed(tmp_path: Path) -> None:
+def test_missing_bias_of_a_file_is_an_error(tmp_path: Path) -> None:
     packed_folder(tmp_path, "qwen2", Packing("awq", 4, 32))
     tensors = load_file(tmp_path / "model.safetensors")
     del tensors["model.layers.3.self_attn.k_proj.bias"]
@@ -214,7 +214,7 @@ def test_exported_draft_of_a_quantised_target_has_its_codes(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(("kind", "copied"), [("Q8_0", True), ("Q5_0", False), ("Q4_0", False)])
-def test_a_draft_copies_only_parts_of_clearly_more_bits(
+def test_draft_copies_only_parts_with_clearly_more_bits(
     kind: str, copied: bool, tmp_path: Path, new_cache: Path
 ) -> None:
     path = write_gguf(tmp_path / "tiny.gguf", tiny_model("llama", torch.float32, **SIZE), kind=kind)
@@ -285,7 +285,7 @@ def index(values: torch.Tensor) -> Edit:
         ),
     ],
 )
-def test_tensors_that_are_not_what_the_config_says_are_refused(edit: Edit, words: str, tmp_path: Path) -> None:
+def test_tensors_that_contradict_the_config_are_refused(edit: Edit, words: str, tmp_path: Path) -> None:
     packed_folder(tmp_path, "llama", Packing("gptq", 4, 32))
     tensors = load_file(tmp_path / "model.safetensors")
     edit(tensors)
@@ -326,9 +326,7 @@ def test_tensors_that_are_not_what_the_config_says_are_refused(edit: Edit, words
         ({**Packing("pack-quantized", 4, 32).config}, ModelNotFound, "but no linear map in its files is stored so"),
     ],
 )
-def test_config_that_says_something_else_is_refused(
-    config: Any, error: type[SwiftoptError], words: str, tmp_path: Path
-) -> None:
+def test_unsupported_config_is_refused(config: Any, error: type[SwiftoptError], words: str, tmp_path: Path) -> None:
     packed_folder(tmp_path, "llama", Packing("gptq", 4, 32))
     edit_config(tmp_path, quantization_config=config)
     with pytest.raises(error, match=words) as refused:
@@ -361,7 +359,7 @@ def transforms(*locations: str) -> dict[str, Any]:
         (transforms("weight_input", "input"), "transformed activations"),
     ],
 )
-def test_what_else_compressed_tensors_says_is_obeyed_or_refused(
+def test_options_of_compressed_tensors_are_obeyed_or_refused(
     more: dict[str, Any], words: str | None, tmp_path: Path
 ) -> None:
     packing = Packing("pack-quantized", 4, 32)

@@ -96,7 +96,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_logits_are_those_of_transformers_whatever_a_config_says(variant: str) -> None:
+def test_logits_equal_transformers_for_every_option_of_a_config(variant: str) -> None:
     family, changes = VARIANTS[variant]
     runtime = tiny_runtime(family, **changes)
     generator = torch.Generator().manual_seed(0)
@@ -133,7 +133,7 @@ def test_swift_equals_plain_decoding_for_any_layer_set(family: str, kind: str) -
     assert fast.drafted > 0 and fast.target_passes <= plain.target_passes
 
 
-def test_swift_accepts_side_leaves_somewhere() -> None:
+def test_swift_accepts_side_leaves() -> None:
     """Guards the parity tests: they must cross the path that moves a row."""
     runtime = tiny_runtime("llama")
     drafter = swift(LayerSet(4, frozenset({1, 2}), frozenset({1})), SETTINGS[1])
@@ -155,7 +155,7 @@ def test_swift_accepts_side_leaves_somewhere() -> None:
     assert moved > 0
 
 
-def test_repetition_penalty_is_that_of_transformers() -> None:
+def test_repetition_penalty_equals_transformers() -> None:
     runtime = tiny_runtime("llama")
     sampling = Sampling(repetition_penalty=1.7)
     expected = reference(runtime, prompt(1), repetition_penalty=1.7)
@@ -188,7 +188,7 @@ def test_a_batch_of_candidates_equals_each_candidate_alone(family: str) -> None:
         torch.testing.assert_close(together[v * n : (v + 1) * n], window((layer_set,)))
 
 
-def test_two_requests_with_different_sets_do_not_see_each_other() -> None:
+def test_requests_with_different_sets_are_independent() -> None:
     runtime = tiny_runtime("qwen2")
     alone = [
         decode(runtime, prompt(7), swift(random_set(s), SETTINGS[0]), TokenRule.of(Sampling(), None), Ending(12))

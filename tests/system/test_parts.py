@@ -81,7 +81,7 @@ def _subclass(model: Any) -> None:
         (_subclass, r"Steered at model\.layers\.0 has its own forward"),
     ],
 )
-def test_a_model_with_something_that_no_row_names_is_refused(change: Callable[[Any], None], sentence: str) -> None:
+def test_model_with_unknown_modules_is_refused(change: Callable[[Any], None], sentence: str) -> None:
     model = tiny_model("llama")
     change(model)
     with pytest.raises(UnsupportedModel, match=sentence):
@@ -99,7 +99,7 @@ def test_a_map_from_latents_whose_weights_a_library_has_is_refused() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's compiler, of torch's own code
-def test_what_changes_no_text_is_let_be() -> None:
+def test_modules_without_effect_on_text_are_accepted() -> None:
     model = tiny_model("llama")
     attention = model.model.layers[0].self_attn
     attention.register_buffer("bias", torch.ones(3), persistent=False)

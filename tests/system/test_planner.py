@@ -47,7 +47,7 @@ def plan(runtime: Runtime, method: str, **more: object) -> Plan:
     return replace(Plan(method, verdict="use"), **where, **more)
 
 
-def test_the_stored_plan_decides_whatever_its_method(runtime: Runtime, store: Store) -> None:
+def test_stored_plan_decides_for_any_method(runtime: Runtime, store: Store) -> None:
     settings = LookupSettings(max_draft_length=3).to_json()
     found = store.add_plan("tiny", "notes", plan(runtime, "prompt-lookup", settings=settings))
     method, info = Planner(REQUEST, runtime, store).plan_for("notes")
@@ -69,7 +69,7 @@ def test_a_plan_that_says_plain_is_obeyed(runtime: Runtime, store: Store) -> Non
     assert Planner(insisted, runtime, store).plan_for("notes")[0].name == "jacobi"
 
 
-def test_refreshed_plans_are_those_that_are_best_now(runtime: Runtime, store: Store) -> None:
+def test_refreshed_plans_are_the_current_best(runtime: Runtime, store: Store) -> None:
     planner = Planner(REQUEST, runtime, store)
     method, info = planner.plan_for("notes")
     assert method.name == "plain" and info.why_plain is not None and info.why_plain.reason == "no_plan"
@@ -97,7 +97,7 @@ def test_heads_are_looked_up_for_the_task(runtime: Runtime, store: Store) -> Non
     assert Planner(insisted, runtime, store).plan_for("notes")[0].name == "adadecode"
 
 
-def test_self_sd_takes_its_own_set_and_swift_its_own(runtime: Runtime, store: Store) -> None:
+def test_self_sd_and_swift_use_their_own_sets(runtime: Runtime, store: Store) -> None:
     insisted = replace(REQUEST, method="self-sd")
     store.add_layer_set(record(runtime))
     with pytest.raises(LayerSetNotFound, match="layers search"):
@@ -109,7 +109,7 @@ def test_self_sd_takes_its_own_set_and_swift_its_own(runtime: Runtime, store: St
     assert swift.layer_set == record(runtime).layer_set
 
 
-def test_a_given_set_takes_the_place_of_the_stored_one(runtime: Runtime, store: Store) -> None:
+def test_given_set_replaces_the_stored_one(runtime: Runtime, store: Store) -> None:
     given = replace(record(runtime), layer_set=LayerSet(4, frozenset({2})))
     store.add_layer_set(record(runtime))
     method, _ = Planner(replace(REQUEST, layer_set=given), runtime, store).plan_for("notes")
@@ -118,7 +118,7 @@ def test_a_given_set_takes_the_place_of_the_stored_one(runtime: Runtime, store: 
         Planner(replace(REQUEST, layer_set=replace(given, fingerprint="other")), runtime, store).plan_for("notes")
 
 
-def test_a_draft_model_that_is_not_here_means_plain_and_a_word_about_it(runtime: Runtime, store: Store) -> None:
+def test_missing_draft_model_means_plain_decoding_with_a_note(runtime: Runtime, store: Store) -> None:
     store.add_plan("tiny", "notes", plan(runtime, "spd", draft_model="models/that-was-there"))
     method, info = Planner(REQUEST, runtime, store).plan_for("notes")
     assert method.name == "plain" and "the stored plan cannot be used here" in info.note

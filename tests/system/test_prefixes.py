@@ -1,4 +1,4 @@
-"""Kept prefixes: what goes where memory is short, and what is read back from disk, with the bits of reading it anew."""
+"""Kept prefixes: eviction when memory is short, and reading from disk with the bits of a new prefill."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def start(engine: Engine, runtime: Runtime, ids: Sequence[int], salt: str = "", 
 def ask(
     engine: Engine, runtime: Runtime, ids: Sequence[int], salt: str = ""
 ) -> tuple[Completion, NDArray[np.uint8], NDArray[np.float32]]:
-    """Decode a prompt by itself; return its answer, the bytes of what was read, and the mean state of the prompt."""
+    """Decode a prompt alone; return its answer, the bytes of its keys and values, and the mean state of the prompt."""
     request, read = start(engine, runtime, ids, salt), list[tuple[NDArray[np.uint8], NDArray[np.float32]]]()
     while engine.requests:
         for event in engine.step():
@@ -77,12 +77,12 @@ def ask(
 
 
 def n_read(folder: PrefixFolder | None, runtime: Runtime, ids: Sequence[int], salt: str = "") -> int:
-    """Tokens that a request in a new engine does not have to read."""
+    """Return the number of tokens that a request in a new engine need not read."""
     return ask(Engine(PLENTY, folder=folder), runtime, ids, salt)[0].n_cached
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, "gemma4_text"])
-def test_text_read_back_from_disk_has_the_bits_of_reading_it_anew(tmp_path: Path, family: str) -> None:
+def test_text_read_from_disk_has_the_bits_of_a_new_prefill(tmp_path: Path, family: str) -> None:
     runtime, ids = native(family), words(1, 3 * BLOCK + 7)
     anew, anew_bytes, anew_state = ask(Engine(PLENTY), runtime, ids)
     with folder_of(tmp_path, runtime) as folder:
@@ -103,7 +103,7 @@ def test_text_read_back_from_disk_has_the_bits_of_reading_it_anew(tmp_path: Path
     assert np.dot(again_state, anew_state) > 0.9 * np.linalg.norm(again_state) * np.linalg.norm(anew_state)
 
 
-def test_texts_that_begin_alike_share_their_blocks_on_disk(tmp_path: Path) -> None:
+def test_texts_with_a_common_prefix_share_its_blocks_on_disk(tmp_path: Path) -> None:
     runtime, head = parts("llama").runtime, words(1, 2 * BLOCK)
     with folder_of(tmp_path, runtime) as folder:
         for seed in range(3):
@@ -112,7 +112,7 @@ def test_texts_that_begin_alike_share_their_blocks_on_disk(tmp_path: Path) -> No
     assert len(list(tmp_path.rglob("*.block"))) == 2 + 3
 
 
-def test_nothing_is_read_back_for_another_salt_model_or_dtype(tmp_path: Path) -> None:
+def test_blocks_belong_to_a_salt_model_and_dtype(tmp_path: Path) -> None:
     runtime, ids = quick_runtime("llama"), words(1, 4 * BLOCK)
     with folder_of(tmp_path, runtime) as folder:
         n_read(folder, runtime, ids, "ci:")
@@ -129,7 +129,7 @@ def test_nothing_is_read_back_for_another_salt_model_or_dtype(tmp_path: Path) ->
     assert {stat.S_IMODE(path.stat().st_mode) for path in files} == {0o600}
 
 
-def test_what_was_read_for_a_key_goes_with_it(tmp_path: Path) -> None:
+def test_prefixes_of_a_key_are_removed_with_it(tmp_path: Path) -> None:
     runtime, ids = parts("llama").runtime, words(1, 4 * BLOCK)
     with folder_of(tmp_path, runtime) as folder:
         engine = Engine(PLENTY, folder=folder)
@@ -145,7 +145,7 @@ def test_what_was_read_for_a_key_goes_with_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", ["cut", "flipped", "empty", "missing", "unfinished"])
-def test_damaged_block_is_read_anew(tmp_path: Path, damage: str) -> None:
+def test_damaged_block_is_computed_again(tmp_path: Path, damage: str) -> None:
     runtime, ids = parts("llama").runtime, words(1, 4 * BLOCK)
     with folder_of(tmp_path, runtime) as folder:
         expected = ask(Engine(PLENTY, folder=folder), runtime, ids)
@@ -168,8 +168,8 @@ def test_damaged_block_is_read_anew(tmp_path: Path, damage: str) -> None:
 
 
 @pytest.mark.parametrize("damage", ["cut", "longer", "missing"])
-def test_text_goes_on_from_an_earlier_place_where_states_are_damaged(tmp_path: Path, damage: str) -> None:
-    """A chat's second turn: of the first one, the states before its answer and behind it are stored."""
+def test_text_continues_from_an_earlier_position_if_states_are_damaged(tmp_path: Path, damage: str) -> None:
+    """A chat's second turn: of the first one, the states before and after its answer are stored."""
     runtime, ids = parts("qwen3_5_text").runtime, words(1, 4 * BLOCK)
     with folder_of(tmp_path, runtime) as folder:
         first = ask(Engine(PLENTY, folder=folder), runtime, ids)[0]
@@ -187,7 +187,7 @@ def test_text_goes_on_from_an_earlier_place_where_states_are_damaged(tmp_path: P
         assert (again_bytes == anew_bytes).all()
 
 
-def test_disk_holds_what_was_used_latest(tmp_path: Path) -> None:
+def test_disk_keeps_the_most_recently_used_blocks(tmp_path: Path) -> None:
     runtime = parts("llama").runtime
     texts = [words(seed, 4 * BLOCK) for seed in range(6)]
     with folder_of(tmp_path, runtime) as folder:
@@ -206,7 +206,9 @@ def test_disk_holds_what_was_used_latest(tmp_path: Path) -> None:
         assert 0 < folder.n_bytes <= 1.5 * text_bytes, "the oldest go where less is allowed at the next start"
 
 
-def test_others_go_on_while_a_text_is_read_from_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_requests_continue_while_a_text_is_read_from_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("swiftopt.decoding.engine.READ_S", 0.0)  # two blocks a step
     runtime, ids = parts("llama").runtime, words(1, 6 * BLOCK)
     with folder_of(tmp_path, runtime) as folder:
@@ -232,7 +234,7 @@ def test_others_go_on_while_a_text_is_read_from_disk(tmp_path: Path, monkeypatch
 # --- in memory
 
 
-def test_text_that_is_used_again_and_again_outlives_those_that_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_often_used_text_outlives_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ReadCosts, "learn", lambda *_: None)  # a token is a second
     runtime, texts = parts("llama").runtime, [words(seed, 30) for seed in range(50)]
     engine = Engine(4 * 40 * runtime.slot_bytes)
@@ -246,8 +248,8 @@ def test_text_that_is_used_again_and_again_outlives_those_that_are_not(monkeypat
     assert texts[0] not in [prefix.token_ids[:30].tolist() for prefix in engine.prefixes]
 
 
-def test_what_another_text_holds_as_well_goes_first() -> None:
-    """Its beginning would not have to be read again."""
+def test_text_with_a_shared_prefix_is_evicted_first() -> None:
+    """Its beginning need not be read again."""
     runtime, head = parts("llama").runtime, words(1, 40)
     alike, other = [[*head, *words(seed, 4)] for seed in (2, 3)], words(4, 44)
     engine = Engine(4 * 52 * runtime.slot_bytes)
@@ -258,7 +260,7 @@ def test_what_another_text_holds_as_well_goes_first() -> None:
     assert tuple(other) in kept and sum(tuple(text) in kept for text in alike) == 1
 
 
-def test_reading_deep_in_a_text_is_learnt_to_take_longer() -> None:
+def test_cost_of_prefill_is_learnt_by_depth() -> None:
     runtime, costs = parts("llama").runtime, ReadCosts()
     assert costs.of(10, 30) == 20
     for first_slot in (0, 300, 600, 1100, 2100):
@@ -271,7 +273,7 @@ def test_reading_deep_in_a_text_is_learnt_to_take_longer() -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_memory_is_never_exceeded_whatever_is_kept(seed: int) -> None:
+def test_kept_prefixes_never_exceed_the_memory(seed: int) -> None:
     runtime, rng = parts("llama").runtime, random.Random(seed)
     engine = Engine(150 * runtime.slot_bytes)
     for _ in range(30):
@@ -285,8 +287,8 @@ def prefix_of(text: Sequence[int], buffer: KVBuffer) -> Prefix:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_order_of_kept_texts_is_that_of_comparing_all_of_them(seed: int) -> None:
-    """After each text and each eviction: what is shared, what a text goes on from, and what goes first."""
+def test_eviction_order_equals_that_of_an_exhaustive_comparison(seed: int) -> None:
+    """Checked after each text and each eviction: shared tokens, the reused prefix, and the next eviction."""
     rng, cache, buffer = random.Random(seed), PrefixCache(), parts("llama").runtime.new_buffer(8)
 
     def made() -> list[int]:
@@ -313,8 +315,8 @@ def test_order_of_kept_texts_is_that_of_comparing_all_of_them(seed: int) -> None
                     break
 
 
-def test_evicting_compares_no_texts_however_many_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A text that is kept is compared with 11 of 2,000; what they share is known from then on."""
+def test_evictions_compare_no_texts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A new text is compared with 11 of 2,000; the number of their common tokens is stored."""
     n_kept, n_compared = 2000, 0
     compare = prefixes.common_length
 

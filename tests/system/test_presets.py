@@ -1,4 +1,4 @@
-"""Presets: each paper's numbers, and SWIFT's search as it was published, step by step on a tiny model."""
+"""Presets: each paper's numbers, and SWIFT's published search step by step on a tiny model."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ NUMBERS: dict[str, dict[str, tuple[Any, str]]] = {
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_preset_has_every_number_of_its_paper_and_no_other(name: str) -> None:
+def test_preset_has_exactly_the_numbers_of_its_paper(name: str) -> None:
     preset, wanted = PRESETS[name], {field: value for field, (value, _) in NUMBERS[name].items()}
     has = preset.tuning if preset.is_tuned else {**preset.settings, **preset.making, **preset.sampling}
     assert has == wanted and all(source for _, source in NUMBERS[name].values())
@@ -135,7 +135,7 @@ def test_preset_has_every_number_of_its_paper_and_no_other(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name, preset in PRESETS.items() if not preset.is_tuned])
-def test_settings_of_a_preset_are_its_methods(name: str) -> None:
+def test_preset_sets_only_its_methods_settings(name: str) -> None:
     preset = PRESETS[name]
     method_info(preset.method).settings_from(preset.settings)
     if preset.method in ("adadecode", "paradecode"):
@@ -161,27 +161,27 @@ def test_swift_preset_uses_the_highest_score_so_far() -> None:
     assert all(trial.score == trial.matchness for trial in trials)
 
 
-def test_swift_preset_asks_the_process_at_every_interval_and_draws_between() -> None:
+def test_swift_preset_uses_the_process_at_every_interval() -> None:
     trials = searched(bayes_interval=6)
     # the first set is the uniform one, which the strategy did not propose
     expected = ["uniform", *("cube" if step % 6 == 0 else "random" for step in range(1, 40))]
     assert [trial.origin for trial in trials] == expected
 
 
-def test_swift_preset_ends_where_patience_or_matchness_says() -> None:
+def test_swift_preset_ends_by_patience_or_matchness() -> None:
     trials = searched(patience=7, max_steps=1000)
     highest = list(accumulate((trial.score for trial in trials), max))
     assert len(trials) == highest.index(highest[-1]) + 1 + 7
     assert len(searched(target_matchness=0.01, max_steps=1000)) == 1
 
 
-def test_optimise_interval_leaves_rounds_without_candidates() -> None:
+def test_optimise_interval_skips_rounds() -> None:
     every, third = (len(searched(optimise_interval=n, max_steps=1000)) for n in (1, 3))
     assert every // 4 <= third <= every // 2
 
 
-def test_matchness_of_a_first_window_is_what_the_skipped_model_predicts() -> None:
-    """By hand: the draft reads the target's keys and values up to the window, and the target's own tokens in it."""
+def test_matchness_of_a_first_window_equals_the_skipped_models() -> None:
+    """By hand: the draft reads the target's keys and values up to the window, and the target's tokens in it."""
     runtime, seen = worded_runtime(), 0
     for trial in searched(max_steps=12):
         prompt = next(each for each in stream(10) if each.id == trial.prompt_id)
@@ -199,7 +199,7 @@ def test_matchness_of_a_first_window_is_what_the_skipped_model_predicts() -> Non
 
 @pytest.mark.parametrize("temperature", [0.7, 1.3])
 def test_sampled_swift_has_the_target_distribution(temperature: float) -> None:
-    """Trees whose branches were drawn without replacement: two tokens of 500 seeds against the exact distribution."""
+    """Trees have branches drawn without replacement; two tokens of 500 seeds fit the exact distribution."""
     runtime, ids = quick_runtime("llama"), [3, 5, 2, 9]
     sampling = Sampling(temperature=temperature, top_k=3)
     method = swift(LayerSet(runtime.n_layers, frozenset({1}), frozenset({2})), SwiftSettings(sampled=True))
@@ -225,8 +225,8 @@ def probabilities(runtime: Any, rule: TokenRule, ids: list[int]) -> dict[int, fl
 
 
 @pytest.mark.parametrize("sampled", [False, True])
-def test_draft_that_agrees_with_the_target_is_accepted_at_any_temperature(sampled: bool) -> None:
-    """A draft that is the target itself: drawn with the target's noise, or drawn and weighed; an argmax would miss."""
+def test_draft_equal_to_the_target_is_accepted_at_any_temperature(sampled: bool) -> None:
+    """The draft is drawn with the target's noise, or drawn and weighed; an argmax would be rejected at times."""
     runtime, ids, sampling = quick_runtime("llama"), [3, 5, 2, 9], Sampling(temperature=2.0)
     settings = SwiftSettings(sampled=sampled, early_stop=False, max_draft_length=4, dynamic_verification=False)
     method = swift(LayerSet(runtime.n_layers), settings)
@@ -255,7 +255,7 @@ def called(capsys: pytest.CaptureFixture[str], *args: str, expect: int = 0) -> d
     return json.loads(out) if out else {"error": err}
 
 
-def test_tune_takes_a_preset_and_what_stands_beside_it(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_tune_accepts_a_preset_with_further_options(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model, narrow = str(save(home / "tiny")), ("--context-window", "8")
     done = called(capsys, "tune", "--model", model, "--preset", "swift", *narrow, "--max-steps", "9")
     settings = TuningSettings.from_json(done["tasks"][0]["layer_set"]["settings"])
@@ -265,7 +265,7 @@ def test_tune_takes_a_preset_and_what_stands_beside_it(home: Path, capsys: pytes
 
 
 @pytest.mark.parametrize("name", ["self-sd", "adadecode", "mtad", "adaspeed"])
-def test_tune_makes_the_parts_of_other_presets_and_compares_with_plain(
+def test_tune_makes_parts_of_presets_and_compares_with_plain(
     name: str, home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(recipes, "SWIFT_S", 0.5)  # for mtad, which drafts by a layer set where no model is named
@@ -281,7 +281,7 @@ def test_tune_makes_the_parts_of_other_presets_and_compares_with_plain(
     assert [made["piece"] for made in report["made"]] == ([pieces[name]] if name in pieces else [])
 
 
-def test_compare_with_presets_runs_these_beside_plain(
+def test_compare_runs_presets_and_plain(
     home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     making = {**PRESETS["swift"].making, "max_steps": 5}
@@ -292,14 +292,14 @@ def test_compare_with_presets_runs_these_beside_plain(
     assert [made["how"].split(",")[0] for made in report["made"]] == ["5 candidates"]
 
 
-def test_a_preset_whose_parts_no_job_makes_is_refused_for_the_queue(
+def test_preset_with_parts_that_no_job_makes_is_refused_for_the_queue(
     home: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ("--model", str(save(home / "tiny")), "--preset", "adadecode", "--redis", "redis://127.0.0.1:1")
     assert "runs locally only, because jobs only search layer sets" in called(capsys, "tune", *words, expect=2)["error"]
 
 
-def test_a_submitted_job_takes_a_preset_and_the_settings_beside_it() -> None:
+def test_submitted_job_has_a_preset_and_further_settings() -> None:
     body = {"model": "m", "stream": {"prompts": [{"prompt": "p"}]}, "preset": "swift-code"}
     settings = JobSubmission.model_validate({**body, "settings": {"max_steps": 50}}).settings
     assert settings == replace(TuningSettings(**PRESETS["swift-code"].tuning), max_steps=50)

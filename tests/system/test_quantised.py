@@ -1,4 +1,4 @@
-"""Laws of quantised drafts: how close a copy is, that the target stays what it was, and that output stays lossless."""
+"""Laws of quantised drafts: the error of copies, an unchanged target, and lossless output."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ def test_quantised_weight_is_within_half_a_step_of_each_groups_range(name: str, 
 @needs_fp8
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("width", [WIDTH, 40])
-def test_fp8_product_rounds_weights_and_inputs_to_a_sixteenth(dtype: torch.dtype, width: int) -> None:
-    """e4m3 has three bits of mantissa, so that each factor is off by at most 1/16 of itself, or of its row's 2^-9."""
+def test_fp8_product_has_the_error_of_three_mantissa_bits(dtype: torch.dtype, width: int) -> None:
+    """e4m3 has three bits of mantissa, so each factor has an error of at most 1/16, or 2^-9 of its row's scale."""
     weight, x = linear_weight(21, width).to(dtype), linear_weight(7, width).to(dtype)
     copy = QuantisedLinear([plain_linear(weight, torch.arange(21.0, dtype=dtype))], "fp8")
     found, sizes = copy(x).double(), x.double().abs() @ weight.double().abs().T
@@ -79,7 +79,7 @@ def test_fp8_is_refused_where_it_cannot_run(capability: tuple[int, int], monkeyp
 
 
 @needs_fp8
-def test_fp8_is_not_for_our_kernels_on_a_cpu() -> None:
+def test_fp8_is_refused_by_the_native_kernels() -> None:
     runtime, draft = tiny_runtime("llama"), LayerSet(4).filled("fp8")
     runtime.copies.prepare(draft)
     runtime.copies.lay_out(packed=True)
@@ -111,8 +111,8 @@ def test_pieces_of_any_size_have_the_codes_of_the_whole(
             assert torch.equal(part, own)
 
 
-def test_a_gpu_takes_maps_of_a_hundred_million_weights_in_one_piece() -> None:
-    """CodeLlama-13B's maps; on a CPU the smallest of them makes 854 pieces."""
+def test_large_maps_are_quantised_in_one_piece_on_a_gpu() -> None:
+    """The maps are CodeLlama-13B's; on a CPU the smallest of them is quantised in 854 pieces."""
     pieces = list[int]()
 
     @by_rows
@@ -137,7 +137,7 @@ def test_finer_groups_are_never_worse() -> None:
     assert errors == sorted(errors, reverse=True) and errors[-1] > 0
 
 
-def test_maps_of_one_input_are_one_product_with_their_own_biases() -> None:
+def test_maps_of_one_input_are_joined_with_their_biases() -> None:
     first, second = linear_weight(24), linear_weight(9)
     bias = torch.arange(9.0)
     x = torch.randn(5, WIDTH, generator=torch.Generator().manual_seed(4))
@@ -147,24 +147,24 @@ def test_maps_of_one_input_are_one_product_with_their_own_biases() -> None:
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_a_copy_is_moved_like_any_module(packed: bool) -> None:
+def test_copy_is_moved_like_other_modules(packed: bool) -> None:
     copy = QuantisedLinear([plain_linear(linear_weight(), torch.zeros(40))], "int8", packed=packed).to("meta")
     assert copy.bias is not None and copy.codes.is_meta and copy.scales.is_meta and copy.bias.is_meta
 
 
-def test_width_that_no_group_divides_is_int8() -> None:
+def test_width_without_a_matching_group_is_int8() -> None:
     copy = QuantisedLinear([plain_linear(linear_weight(8, 48), None)], "int4")
     assert copy.group is None and copy.codes.dtype == torch.int8
 
 
 @pytest.mark.parametrize(("width", "tiles"), [(576, 4), (960, 4), (1536, 8), (896, 8), (96, 2)])
-def test_layout_on_cuda_divides_every_row_that_can_be_quantised(width: int, tiles: int) -> None:
+def test_cuda_layout_divides_every_row_that_can_be_quantised(width: int, tiles: int) -> None:
     """torch's check: `in.size(1) % (innerKTiles * 16) == 0`; the kernel knows 2, 4 and 8."""
     assert cuda_tiles(width) == tiles and width % (16 * tiles) == 0
 
 
 @pytest.mark.parametrize("family", variants())
-def test_output_is_plain_decodings_whatever_is_quantised(family: str) -> None:
+def test_output_equals_plain_decoding_for_any_quantised_parts(family: str) -> None:
     runtime = tiny_runtime(family)
     rule, ending = TokenRule.of(Sampling(), None), Ending(24)
     prompt = [5, 9, 11, 2, 7]
@@ -177,8 +177,8 @@ def test_output_is_plain_decodings_whatever_is_quantised(family: str) -> None:
         assert drafted.drafted > 0 and drafted.layer_set == draft
 
 
-def test_a_copy_of_a_model_that_accelerate_spread_runs_its_own_maps() -> None:
-    """`dispatch_model` with several devices gives each module a `forward` that is bound to that module."""
+def test_copy_of_a_dispatched_model_runs_its_own_maps() -> None:
+    """`dispatch_model` with several devices binds a `forward` to each module."""
     plain, spread = (tiny_runtime("llama", torch.float32) for _ in range(2))
     attach_align_device_hook_on_blocks(spread.hf_model, execution_device={"": torch.device("cpu")})
     assert "forward" in vars(spread.blocks[0].parts.mlp)
@@ -194,8 +194,8 @@ def test_a_copy_of_a_model_that_accelerate_spread_runs_its_own_maps() -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gpt_neox"])
-def test_draft_of_quantised_parts_is_the_model_with_those_weights(family: str) -> None:
-    """A quantised pass equals a pass of a model whose weights are what the copies stand for."""
+def test_draft_of_quantised_parts_equals_a_model_with_their_weights(family: str) -> None:
+    """A quantised pass equals a pass of a model with the copies' weights."""
     runtime, other = tiny_runtime(family), tiny_runtime(family)
     formats = (("attn", "int8"), ("mlp", "int4"))
     for layer, block in enumerate(other.blocks):
@@ -218,7 +218,7 @@ def test_draft_of_quantised_parts_is_the_model_with_those_weights(family: str) -
     torch.testing.assert_close(quantised, expected, rtol=2e-5, atol=2e-4)
 
 
-def test_variants_of_one_pass_do_not_see_each_others_formats() -> None:
+def test_variants_of_one_pass_have_separate_formats() -> None:
     runtime = tiny_runtime("llama")
     sets = (LayerSet(4), LayerSet(4, frozenset({1}), formats=MIXED), LayerSet(4, formats=(("head", "int4"),)))
     alone = [runtime.forward(Rows([3, 1, 4], 0, variants=(one,)), runtime.new_buffer(8)) for one in sets]
@@ -254,7 +254,7 @@ def test_unknown_part_or_format_is_named(formats: tuple[tuple[str, str], ...], w
         LayerSet(4, formats=formats)
 
 
-def test_one_layers_own_format_comes_before_that_of_all() -> None:
+def test_format_of_a_layer_overrides_that_of_all() -> None:
     layer_set = LayerSet(4, formats=MIXED)
     assert layer_set.format_of("mlp", 1) == "int4" and layer_set.format_of("mlp", 2) is None
     assert layer_set.format_of("attn", 3) == "int8" and layer_set.format_of("head") == "int8"
@@ -262,9 +262,7 @@ def test_one_layers_own_format_comes_before_that_of_all() -> None:
 
 
 @pytest.mark.parametrize("name", ["int4", pytest.param("fp8", marks=needs_fp8)])
-def test_copies_of_a_known_model_are_kept_and_read_by_the_next_process(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_copies_are_stored_for_the_next_process(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SWIFTOPT_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(copy_files, "LEAST_BYTES", 0)
     draft = LayerSet(4).filled(name)
@@ -286,7 +284,7 @@ def test_copies_of_a_known_model_are_kept_and_read_by_the_next_process(
     assert torch.equal(first.forward(rows, first.new_buffer(4)), second.forward(rows, second.new_buffer(4)))
 
 
-def test_a_file_that_cannot_be_read_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreadable_file_of_copies_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SWIFTOPT_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(copy_files, "LEAST_BYTES", 0)
     runtime = Runtime(tiny_model("llama"), None, ModelInfo("v1:0123456789abcdef", "llama", 4, 1))

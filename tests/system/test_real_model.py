@@ -1,7 +1,6 @@
-"""The product on SmolLM2-135M: tune, look up, generate, bench, serve.
+"""Commands on SmolLM2-135M: tune, look up, generate, bench, serve.
 
-A run that is interrupted and a server are processes of their own; what other commands print and return, those that the
-script calls do in this one.
+Interrupted runs and servers are separate processes; other commands run in this process.
 """
 
 from __future__ import annotations
@@ -46,14 +45,14 @@ EXAMPLES = Path(__file__).parents[2] / "examples" / "stream.jsonl"
 
 @dataclass(frozen=True)
 class Said:
-    """What a command wrote."""
+    """The output of a command."""
 
     stdout: str
     stderr: str
 
 
 def swiftopt(*args: str, expect: int = 0) -> Said:
-    """Run a command as the program does."""
+    """Run a command in this process."""
     out, err = (io.TextIOWrapper(io.BytesIO(), encoding="utf-8", write_through=True) for _ in range(2))
     with redirect_stdout(out), redirect_stderr(err):
         code = run(args)
@@ -64,7 +63,7 @@ def swiftopt(*args: str, expect: int = 0) -> Said:
 
 @pytest.fixture(scope="module")
 def short_stream(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Five prompts of the second example task; the second is so long that costs are measured where requests are."""
+    """Return five prompts of the second example task; the second is long, so that costs are measured in its context."""
     lines = [line for line in EXAMPLES.read_text(encoding="utf-8").splitlines() if '"code"' in line]
     second = {**json.loads(lines[1]), "prompt": "\n".join(json.loads(line)["prompt"] for line in lines[6:13])}
     path = tmp_path_factory.mktemp("stream") / "code.jsonl"
@@ -79,7 +78,7 @@ def runtime32() -> Runtime:
 
 @pytest.fixture(scope="module")
 def tuned(rough_costs: None, short_stream: Path, own_folders: Path) -> dict[str, Any]:
-    """A short tuning run in a format that is given, whose costs all tests share; its JSON summary."""
+    """Tune shortly in a given format, with costs that all tests share; return the JSON summary."""
     out = own_folders / "out.jsonl"
     args = ["tune", *RUN, "--stream", str(short_stream), "--out", str(out), "--max-new-tokens", "40"]
     summary: dict[str, Any] = json.loads(
@@ -92,7 +91,7 @@ def tuned(rough_costs: None, short_stream: Path, own_folders: Path) -> dict[str,
 def test_tokens_equal_transformers_generate_in_float32(
     runtime32: Runtime, tuned: dict[str, Any], own_folders: Path
 ) -> None:
-    """By the costs that the tuning has measured."""
+    """Drafts use the costs that the tuning has measured."""
     prompts = read_stream(str(EXAMPLES))
     picked = [prompts[3], prompts[16]]  # the shortest of each task
     sets = {**random_sets(runtime32.n_layers, 1), "uniform": LayerSet.uniform(runtime32.n_layers, 25)}
@@ -105,8 +104,8 @@ def test_tokens_equal_transformers_generate_in_float32(
 
 
 def test_bfloat16_diverges_only_where_the_margin_is_within_the_noise() -> None:
-    """A first divergence is excused only if the two best logits are closer than what one row and several rows of
-    the same text differ by, doubled: both tokens may move. The bound is measured at the very spot."""
+    """A divergence is allowed only if the margin of the two best logits is at most twice the difference between passes
+    over one row and several rows of the same text, measured at that position; both logits may change."""
     runtime = load(MODEL, "bfloat16", "cpu")
     session = Session(runtime, Sampling(), 32)
     for prompt in read_stream(str(EXAMPLES), limit=3):
@@ -182,7 +181,7 @@ def test_bench_decode_ends_with_one_json_object(tuned: dict[str, Any]) -> None:
 def test_interrupting_a_tune_keeps_what_was_finished(
     tuned: dict[str, Any], own_folders: Path, short_stream: Path, tmp_path: Path
 ) -> None:
-    """With costs that are known and a format that is given, so that prompts begin at once."""
+    """Costs are known and the format is given, so that prompts start at once."""
     out, db = tmp_path / "out.jsonl", shutil.copy(own_folders / "swiftopt.db", tmp_path / "cut.db")
     args = ["tune", *RUN, "--stream", str(short_stream), "--out", str(out), "--db", str(db), "--draft-format", "stored"]
     process = subprocess.Popen(
@@ -213,7 +212,7 @@ def test_a_prompt_longer_than_the_context_is_refused_by_name(tmp_path: Path) -> 
 
 
 def test_peak_rows_of_a_draft_cost_little_memory(runtime32: Runtime) -> None:
-    """The buffer that drafting needs beyond plain decoding's stays below 5 % of the model's weights."""
+    """Drafting needs a further buffer of less than 5 % of the model's weights."""
     drafter = swift(LayerSet.uniform(runtime32.n_layers, 25), SwiftSettings())
     weights = sum(p.numel() * p.element_size() for p in runtime32.hf_model.parameters())
     buffer = runtime32.new_buffer(drafter.drafter.max_rows(128))

@@ -1,4 +1,4 @@
-"""A run that is cut anywhere and goes on in a new tuner is the run that was not cut."""
+"""A run that is interrupted anywhere and resumed in a new tuner equals the uninterrupted run."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ DEAR = dataclasses.replace(FREE, pass_s={n: float(n) for n in (1, 2, 4, 8, 16, 3
 
 @pytest.fixture(autouse=True, scope="module")
 def restored() -> Iterator[None]:
-    """Give other files back what a case sets for all of its lives."""
+    """Restore what a case sets for all of its runs."""
     with pytest.MonkeyPatch.context() as patch:
         for module, name in ((shift, "ALARM"), (verdict, "is_open"), (tuning, "PROGRESS_INTERVAL_S")):
             patch.setattr(module, name, getattr(module, name))
@@ -66,7 +66,7 @@ def restored() -> Iterator[None]:
 
 @cache
 def runtime() -> Runtime:
-    """Eight layers: more layer sets of a size than a run tries, most of which change some argmaxes."""
+    """Return a model of eight layers, with more layer sets of a size than a run tries; most change some argmaxes."""
     made = quick_runtime("llama", seed=2, scale=SCALE, num_hidden_layers=N_LAYERS)
     made.tokenizer = WordTokenizer()
     made.tokenizer.chat_template = "all messages"
@@ -94,7 +94,7 @@ def mixed(n: int) -> list[Prompt]:
 
 @dataclasses.dataclass
 class Case:
-    """What is tuned, and how."""
+    """The prompts and settings of a tuning."""
 
     prompts: list[Prompt]
     settings: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -118,7 +118,7 @@ class Case:
 
 @dataclasses.dataclass
 class Ledger:
-    """What is on disk: events with the snapshot that was taken in the last of them, each time in one transaction."""
+    """The stored state: events, and the snapshot of the last one, written in one transaction."""
 
     case: Case
     events: list[Event] = dataclasses.field(default_factory=list)
@@ -133,7 +133,7 @@ class Ledger:
         return found
 
     def live(self, cut_at: int | None = None, kept: tuple[type[Event], ...] = KEPT) -> bool:
-        """Go on until the end, or until event `cut_at` of this life is told; says whether the end was reached."""
+        """Run until the end, or until event `cut_at` of this run; return whether the end was reached."""
         pending: list[Event] = []
         tuner = self.case.tuner()
         with closing(tuner.run(self.case.prompts, json.loads(self.start), self.trials())) as events:
@@ -150,7 +150,7 @@ class Ledger:
 
 
 def outcome(events: Sequence[Event]) -> dict[str, Any]:
-    """All of a run that does not depend on the clock."""
+    """Return the parts of a run that do not depend on the clock."""
     timeless = dict(measured_speedup=None, measured_interval=None, verdict="unmeasured")
     trials = [trial for event in events if isinstance(event, TrialsDone) for trial in event.trials]
     results = [event for event in events if isinstance(event, TaskFinished)]
@@ -208,7 +208,7 @@ CASES = {
 
 @cache
 def whole(name: str) -> Ledger:
-    """The run that was not cut."""
+    """Return the uninterrupted run."""
     ledger = Ledger(CASES[name])
     assert ledger.live()
     return ledger
@@ -226,7 +226,7 @@ FROM_EVERY = ("single", "patience", "two-tasks", "sampled", "knapsack", "local",
         for i, name in enumerate(CASES)
     ],
 )
-def test_run_cut_again_and_again_is_the_run_that_was_not_cut(name: str, every: int) -> None:
+def test_repeatedly_interrupted_run_equals_the_uninterrupted_one(name: str, every: int) -> None:
     ledger, n_lives = Ledger(CASES[name]), 1
     while not ledger.live(cut_at=every):
         n_lives += 1
@@ -238,7 +238,7 @@ def test_run_cut_again_and_again_is_the_run_that_was_not_cut(name: str, every: i
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in FROM_EVERY else pytest.mark.families) for name in CASES]
 )
-def test_run_goes_on_from_every_snapshot_as_it_did(name: str) -> None:
+def test_run_continues_identically_from_every_snapshot(name: str) -> None:
     reference = whole(name)
     expected = outcome(reference.events)
     assert len(reference.history) > 8
@@ -256,13 +256,13 @@ def test_every_set_of_an_exportable_search_is_a_checkpoint(name: str) -> None:
     assert len(set(tried)) > 3 and all(pairs_of(layer_set) for layer_set in [*tried, *results])
 
 
-def test_exportable_search_is_refused_where_no_set_is_a_checkpoint() -> None:
+def test_exportable_search_is_refused_if_no_set_is_a_checkpoint() -> None:
     gemma = quick_runtime("gemma3")
     with pytest.raises(UnsupportedModel, match="attention types by layer"):
         TaskState.begin("t", gemma, SwiftSettings(exportable=True), FREE, ())
 
 
-def test_search_begins_anew_with_known_sets_when_the_text_has_changed() -> None:
+def test_search_restarts_with_known_sets_after_a_shift() -> None:
     events = whole("shifting").events
     shifts = [event for event in events if isinstance(event, StreamShifted)]
     assert shifts and shifts[0].n_known == 2 and shifts[0].reason.startswith("acceptance ")
@@ -275,7 +275,7 @@ def test_search_begins_anew_with_known_sets_when_the_text_has_changed() -> None:
     assert sum(value**2 for value in result.record.prompt_state) == pytest.approx(1.0, abs=1e-5)
 
 
-def test_drafting_is_chosen_when_the_search_ends_and_kept_with_the_set() -> None:
+def test_drafting_settings_are_chosen_at_the_end_and_stored_with_the_set() -> None:
     events = whole("drafting").events
     (chosen,) = [event for event in events if isinstance(event, DraftingChosen)]
     (result,) = [event for event in events if isinstance(event, TaskFinished)]
@@ -288,14 +288,14 @@ def test_drafting_is_chosen_when_the_search_ends_and_kept_with_the_set() -> None
 
 
 def shifts_set(events: Sequence[Event], notice: Event) -> LayerSet:
-    """The set in use when a shift was noticed."""
+    """Return the set in use when a shift was detected."""
     before = events[: events.index(notice)]
     held = [event.layer_set for event in before if isinstance(event, Adopted)]
     return held[-1] if held else LayerSet.uniform(N_LAYERS, 5)
 
 
 @pytest.mark.parametrize("name", ["batches", "lowered", "chats"])
-def test_run_goes_on_from_an_older_snapshot_when_only_trials_and_prompts_are_kept(name: str) -> None:
+def test_run_continues_from_an_older_snapshot_with_only_trials_and_prompts(name: str) -> None:
     ledger = Ledger(CASES[name])
     cuts = iter([9, 14, 23, 31])
     while not ledger.live(next(cuts, None), kept=(TrialsDone, PromptFinished)):
@@ -303,7 +303,7 @@ def test_run_goes_on_from_an_older_snapshot_when_only_trials_and_prompts_are_kep
     assert outcome(ledger.events) == outcome(whole(name).events)
 
 
-def test_trials_are_told_with_a_snapshot_that_knows_of_the_end() -> None:
+def test_trials_are_reported_with_a_snapshot_that_includes_the_end() -> None:
     for n_events, start in whole("single").history:
         event = whole("single").events[n_events - 1]
         if isinstance(event, TrialsDone):
@@ -311,8 +311,8 @@ def test_trials_are_told_with_a_snapshot_that_knows_of_the_end() -> None:
             assert bool(stopped) == (event.trials[-1].step == 8)
 
 
-def test_pairs_of_a_verdict_are_kept_and_not_run_again() -> None:
-    """Timings included: a second life neither measures them anew nor tells their prompts again."""
+def test_pairs_of_a_verdict_are_stored_and_not_repeated() -> None:
+    """The resumed run keeps their timings and does not report their prompts again."""
     reference = whole("chats")
     held = [number for number, (n, _) in enumerate(reference.history) if is_held_out(reference.events[n - 1])]
     n_events, start = reference.history[held[2]]
@@ -327,12 +327,12 @@ def test_pairs_of_a_verdict_are_kept_and_not_run_again() -> None:
 
 
 def pairs_in(snapshot: dict[str, Any]) -> list[list[dict[str, Any]]]:
-    """Return what was timed for the verdict of the one task; nothing once it is finished."""
+    """Return the timed pairs for the verdict of the only task; none once it is finished."""
     return [pair for task in snapshot["tasks"].values() for pairs in task["timed"] for pair in pairs]
 
 
-def test_open_verdict_goes_on_with_the_latest_prompts_that_no_candidate_was_scored_on() -> None:
-    """Then all of them run again, each plain and tuned, and what was served is not told again."""
+def test_open_verdict_continues_with_the_latest_unscored_prompts() -> None:
+    """Then all pairs run again, plain and tuned, and served prompts are not reported again."""
     events = whole("all-looks").events
     scored = {trial.prompt_id for event in events if isinstance(event, TrialsDone) for trial in event.trials}
     first = next(place for place, event in enumerate(events) if is_verdict(event))
@@ -355,15 +355,15 @@ def is_verdict(event: Event) -> bool:
     return isinstance(event, PhaseChanged) and event.phase == "verdict"
 
 
-def test_verdict_is_of_chats_and_its_evidence_of_their_turns() -> None:
+def test_verdict_is_over_chats_and_its_evidence_over_turns() -> None:
     [result] = [event for event in whole("chats").events if isinstance(event, TaskFinished)]
     held_out = [event.index for event in whole("chats").events if is_held_out(event)]  # type: ignore[union-attr]
     assert result.verdict.n_prompts == len(set(held_out)) == 3
     assert len(result.record.evidence) == len(held_out) == 6
 
 
-def test_verdict_counts_no_time_that_its_caller_takes() -> None:
-    """A caller writes checkpoints and, in a server's engine, waits for its turn, as often as a run is long."""
+def test_verdict_excludes_time_of_its_caller() -> None:
+    """A caller writes checkpoints and, in a server's engine, waits for its turn."""
     tuner, waited, has_begun = CASES["single"].tuner(), 0.0, False
     tuning.PROGRESS_INTERVAL_S = 0.0
     for event in tuner.run(CASES["single"].prompts):
@@ -380,11 +380,11 @@ def is_held_out(event: Event) -> bool:
 
 
 def timeless(pair: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """A pair without its texts, which go once no later turn needs them."""
+    """Return a pair without its texts, which are dropped when no later turn needs them."""
     return [{**run, "text": ""} for run in pair]
 
 
-def test_seconds_of_an_earlier_life_are_not_lost() -> None:
+def test_seconds_of_an_interrupted_run_are_kept() -> None:
     reference = whole("batches")
     found = [(n, json.loads(text)) for n, text in reference.history]
     n_events, start = next((n, s) for n, s in found if s["flights"].get("0", {}).get("begun"))
@@ -412,8 +412,8 @@ def test_snapshot_does_not_grow_with_trials_or_prompts() -> None:
     assert sizes[-1][0] < 1.1 * sizes[0][0]
 
 
-def test_no_set_is_adopted_that_skips_more_than_a_prompt_beside_has_just_allowed() -> None:
-    """Its pass was under way when acceptance, too low on the other prompt, had the skip ratio lowered."""
+def test_adopted_set_respects_a_skip_ratio_lowered_by_a_concurrent_prompt() -> None:
+    """Its pass was running when low acceptance on the other prompt lowered the skip ratio."""
     settings = {**LOWERED, "adoption": "highest", "max_steps": 400}
     most, case = 2 * N_LAYERS, Case(texts(24), settings, costs=DEAR, max_new_tokens=40, concurrency=3)
     for event in case.tuner().run(case.prompts):
@@ -427,12 +427,12 @@ def test_no_set_is_adopted_that_skips_more_than_a_prompt_beside_has_just_allowed
 
 
 def n_without_progress(events: Sequence[Event]) -> int:
-    """How many events of progress there are is up to the clock."""
+    """Return the number of events without progress events, whose number depends on the clock."""
     return sum(not isinstance(event, Progress) for event in events)
 
 
 def stopped_at(name: str, stop_at: int, start: str = "null", before: Sequence[Event] = ()) -> tuple[list[Event], Tuner]:
-    """A run closed at that event, those of progress not counted; `start` is the snapshot behind the events `before`."""
+    """Return a run closed at an event, not counting progress; `start` is the snapshot after the events `before`."""
     seen, tuner = list(before), CASES[name].tuner()
     trials = Ledger(CASES[name], seen).trials()
     with closing(tuner.run(CASES[name].prompts, json.loads(start), trials)) as events:
@@ -444,7 +444,7 @@ def stopped_at(name: str, stop_at: int, start: str = "null", before: Sequence[Ev
 
 
 @pytest.mark.parametrize("name", ["batches", "two-tasks", "chats"])
-def test_stopped_run_leaves_what_was_tried(name: str) -> None:
+def test_stopped_run_keeps_its_trials(name: str) -> None:
     reference = whole(name)
     n_events = n_without_progress(reference.events)
     kept = [(0, "null", 0), *((n, start, n_without_progress(reference.events[:n])) for n, start in reference.history)]
@@ -460,8 +460,8 @@ def test_stopped_run_leaves_what_was_tried(name: str) -> None:
         assert sum(len(result.trials) for result in left) <= len(trials)
 
 
-def test_prompts_that_were_tuned_on_side_by_side_go_on_where_they_were() -> None:
-    """Every prompt is completed once and as plain decoding does, wherever the run was cut; no trial is lost."""
+def test_concurrent_prompts_continue_where_they_were_interrupted() -> None:
+    """Every prompt is completed once and as by plain decoding, wherever the run was interrupted; no trial is lost."""
     case = dataclasses.replace(CASES["chats"], concurrency=3)
     full = Ledger(case)
     assert full.live()
@@ -478,7 +478,7 @@ def test_prompts_that_were_tuned_on_side_by_side_go_on_where_they_were() -> None
         assert [trial.step for trial in ledger.trials()["t"]] == list(range(len(ledger.trials()["t"])))
 
 
-def test_stopped_run_can_be_gone_on_with() -> None:
+def test_stopped_run_can_be_continued() -> None:
     events, tuner = stopped_at("batches", 10)
     assert not any(isinstance(event, TaskFinished) for event in events)
     ledger = Ledger(CASES["batches"], events, json.dumps(tuner.snapshot()))
@@ -486,8 +486,8 @@ def test_stopped_run_can_be_gone_on_with() -> None:
     assert outcome(ledger.events) == outcome(whole("batches").events)
 
 
-def test_stopped_run_whose_tasks_were_told_goes_on_with_the_others() -> None:
-    """As after a cancel between two stored tasks of a stop, and a retry."""
+def test_stopped_run_continues_with_the_tasks_that_were_not_stored() -> None:
+    """This happens after a cancel between two stored tasks of a stop, and a retry."""
     events, tuner = stopped_at("two-tasks", 33)
     first = next(tuner.unfinished()).task
     assert not any(isinstance(event, TaskFinished) for event in events)
@@ -518,14 +518,14 @@ def broken(**changes: Any) -> tuple[dict[str, Any], dict[str, list[Trial]]]:
         (dict(flights={}, concluded=None), "cannot be read"),
     ],
 )
-def test_snapshot_that_does_not_fit_is_refused_in_a_sentence(changes: dict[str, Any], words: str) -> None:
+def test_incompatible_snapshot_is_refused_in_a_sentence(changes: dict[str, Any], words: str) -> None:
     start, trials = broken(**changes)
     with pytest.raises(SettingsError, match=words) as caught:
         next(CASES["batches"].tuner().run(CASES["batches"].prompts, start, trials))
     assert "\n" not in str(caught.value)
 
 
-def test_snapshot_is_refused_when_a_trial_is_missing_or_of_another_model() -> None:
+def test_snapshot_is_refused_if_a_trial_is_missing_or_of_another_model() -> None:
     start, trials = broken()
     assert len(trials["t"]) > 1
     foreign = [dataclasses.replace(trial, layer_set=LayerSet(7)) for trial in trials["t"]]

@@ -64,7 +64,7 @@ def rows(tmp_path: Path) -> dict[str, Row]:
 
 
 @pytest.mark.slow
-def test_each_row_is_measured_in_each_cell_and_one_that_fails_says_why(file: Path, rows: dict[str, Row]) -> None:
+def test_each_row_is_measured_in_each_cell_or_has_a_reason(file: Path, rows: dict[str, Row]) -> None:
     bench = SameFile(SameFileRequest(str(file), **SMALL, rounds=1), list(rows.values()))
     bench.run()
     report = bench.report("a machine")
@@ -89,7 +89,7 @@ def test_each_row_is_measured_in_each_cell_and_one_that_fails_says_why(file: Pat
     assert "it is broken" in starts["ik-llama-cpp/plain"]["reason"]
 
 
-def test_prompts_are_as_long_as_their_depth_and_share_no_beginning(file: Path) -> None:
+def test_prompts_have_their_depths_length_and_no_common_prefix(file: Path) -> None:
     bench = SameFile(SameFileRequest(str(file), **SMALL), [])
     for depth, n_ids in ((0, same_file.LEAST_TOKENS), (40, 40)):
         prompts = [tuple(own["prompt_ids"]) for own in bench._requests(depth, 2, 5)]
@@ -98,14 +98,14 @@ def test_prompts_are_as_long_as_their_depth_and_share_no_beginning(file: Path) -
         assert prompts[0][:8] != prompts[1][:8]
 
 
-def test_what_does_not_fit_is_said_before_anything_is_installed(file: Path, tmp_path: Path) -> None:
+def test_cells_beyond_the_limits_are_refused_before_any_installation(file: Path, tmp_path: Path) -> None:
     with pytest.raises(ContextOverflow, match=r"a depth of 8000 needs 8192 positions .* has 512: lower --depths"):
         SameFile(SameFileRequest(str(file)), file_rows())
     with pytest.raises(SettingsError, match="is no GGUF file"):
         SameFile(SameFileRequest("qwen2.5-0.5b"), file_rows())
 
 
-def test_the_command_shows_both_tables_and_why_a_row_has_no_numbers(
+def test_command_shows_both_tables_and_reasons_of_failed_rows(
     file: Path, rows: dict[str, Row], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     del rows["swiftopt/plain"], rows["swiftopt/best"]

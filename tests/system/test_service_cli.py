@@ -73,7 +73,7 @@ def worker(home: Path) -> Iterator[subprocess.Popen[str]]:
             process.communicate(timeout=60)
 
 
-def test_tuning_through_a_worker_ends_with_the_object_and_file_of_a_local_run(
+def test_tuning_through_a_worker_gives_the_results_of_a_local_run(
     home: Path, tiny: str, worker: subprocess.Popen[str], told: Callable[..., str]
 ) -> None:
     args = ("tune", "--model", tiny, "--stream", "notes.jsonl", *SHORT, "--json", "--out")
@@ -112,7 +112,7 @@ def test_burst_worker_runs_a_detached_job_and_ends(home: Path, tiny: str, told: 
     assert (shown["state"], shown["n_outputs"]) == ("succeeded", 4)
 
 
-def test_interrupt_detaches_and_leaves_the_job_alone(home: Path, tiny: str) -> None:
+def test_interrupt_detaches_without_ending_the_job(home: Path, tiny: str) -> None:
     args = ["tune", "--model", tiny, "--stream", "notes.jsonl", *SHORT]
     with subprocess.Popen([SCRIPT, *args], stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
@@ -130,7 +130,7 @@ def test_interrupt_detaches_and_leaves_the_job_alone(home: Path, tiny: str) -> N
     assert job.state == "queued" and job.id in rest
 
 
-def test_follower_hears_how_a_cancelled_job_ended(home: Path) -> None:
+def test_follower_reports_how_a_cancelled_job_ended(home: Path) -> None:
     with Store.open(str(home / "home.db")) as store:
         queue = RedisQueue(os.environ["SWIFTOPT_REDIS_URL"])
         job, _ = JobService(store, queue).submit_spec(JobSpec("noop", "default", {"seconds": 0.0}))

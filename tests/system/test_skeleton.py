@@ -93,13 +93,11 @@ def test_each_type_of_the_table_is_tested() -> None:
         ("llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}),
     ],
 )
-def test_models_of_other_parts_are_transformers(family: str, changed: dict[str, Any]) -> None:
+def test_models_of_other_types_use_transformers_code(family: str, changed: dict[str, Any]) -> None:
     assert not fits(tiny_model(family, torch.float32, **changed).config)
 
 
-def test_a_file_is_loaded_without_modeling_code_and_the_whole_model_is_made_when_it_is_asked_for(
-    tmp_path: Path, new_cache: Path
-) -> None:
+def test_file_is_loaded_without_modeling_code_until_the_whole_model_is_needed(tmp_path: Path, new_cache: Path) -> None:
     model = tiny_model("qwen2", torch.float32, hidden_size=256, intermediate_size=256)
     file = write_gguf(tmp_path / "a.gguf", model, "Q8_0")
     unwanted = ("transformers.modeling_utils", "torch._dynamo", "sympy", "accelerate", "scipy", "sqlalchemy")

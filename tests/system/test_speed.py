@@ -1,4 +1,4 @@
-"""Laws of the speeds: static passes compute what the eager runtime computes."""
+"""Laws of the speeds: static passes give the logits of the eager runtime."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def tiny(family: str) -> Runtime:
 
 
 def graphed(family: str, recorded: list[StaticPass]) -> Runtime:
-    """A runtime whose static passes are run as they are, for want of a device that captures."""
+    """Return a runtime whose static passes run without capture, because this device has none."""
 
     def record(static: StaticPass) -> Callable[[], Answer]:
         recorded.append(static)
@@ -79,7 +79,7 @@ KINDS = {"a row": Rows([7], 40), "a chain": Rows([7, 8, 9, 10, 11], 40), "a tree
     variants((family, kind) for family, kinds in taken_in_turns(CONFIGS, KINDS, 1) for kind in kinds),
 )
 def test_static_passes_give_the_logits_of_eager_ones(family: str, kind: str) -> None:
-    """Of a tree, and of rows of another kind: each family with one of them, for the interpreter takes its time."""
+    """A tree, or rows of another kind; one of these per family, because the interpreter is slow."""
     eager, recorded = tiny(family), list[StaticPass]()
     runtime = graphed(family, recorded)
     ids = [1 + 5 * i % 90 for i in range(40)]
@@ -144,7 +144,7 @@ def test_one_static_pass_serves_several_sequences_and_early_exits(family: str) -
     ]
 
 
-def test_passes_of_several_layer_sets_are_replayed_one_for_each_and_wide_ones_not_at_all() -> None:
+def test_each_layer_set_has_its_replayed_pass_and_wide_passes_have_none() -> None:
     recorded: list[StaticPass] = []
     runtime = graphed("llama", recorded)
     buffers = [runtime.new_buffer(200) for _ in range(3)]
@@ -162,7 +162,7 @@ def test_passes_of_several_layer_sets_are_replayed_one_for_each_and_wide_ones_no
         assert [(each.shape.width, each.shape.variants) for each in recorded] == [(4, ()), (2, (SKIPPING,))]
 
 
-def test_a_row_that_sees_more_than_a_table_tells_is_computed_without_it() -> None:
+def test_row_that_sees_more_slots_than_a_table_runs_without_it() -> None:
     recorded: list[StaticPass] = []
     runtime = graphed("llama", recorded)
     seen = torch.ones((1, 100), dtype=torch.bool)
@@ -182,8 +182,8 @@ def test_decoding_by_static_passes_gives_the_same_tokens(family: str) -> None:
     assert {static.shape.width for static in recorded} >= {1, 16}
 
 
-def test_captured_passes_are_forgotten_when_weights_move() -> None:
-    """On a device they would go on reading where the weights were."""
+def test_captured_passes_are_dropped_when_weights_move() -> None:
+    """On a device they would still read the old memory."""
     recorded: list[StaticPass] = []
     runtime = graphed("llama", recorded)
     before = tokens(runtime, PLAIN, 5)
@@ -196,7 +196,7 @@ def test_captured_passes_are_forgotten_when_weights_move() -> None:
     assert tokens(runtime, PLAIN, 5) == before and len(recorded) > n
 
 
-def test_longer_text_gets_a_pass_of_its_own_that_reads_further() -> None:
+def test_longer_text_gets_its_own_pass_over_more_slots() -> None:
     recorded: list[StaticPass] = []
     runtime, eager = graphed("llama", recorded), tiny("llama")
     text = [1 + 5 * i % 90 for i in range(250)]
@@ -207,7 +207,7 @@ def test_longer_text_gets_a_pass_of_its_own_that_reads_further() -> None:
     assert [static.shape.n_slots for static in recorded] == [256, 512]
 
 
-def test_rows_that_fill_a_pass_up_change_no_slot_of_the_request() -> None:
+def test_padding_rows_change_no_slot_of_the_request() -> None:
     recorded: list[StaticPass] = []
     runtime = graphed("llama", recorded)
     buffer = runtime.new_buffer(60)
@@ -219,7 +219,7 @@ def test_rows_that_fill_a_pass_up_change_no_slot_of_the_request() -> None:
     assert recorded[0].shape.width == 4 and changed == [6, 7, 8]
 
 
-def test_layer_sets_that_are_run_once_are_not_captured() -> None:
+def test_layer_sets_of_a_single_pass_are_not_captured() -> None:
     recorded: list[StaticPass] = []
     runtime = graphed("llama", recorded)
     buffer = runtime.new_buffer(60)
@@ -228,7 +228,7 @@ def test_layer_sets_that_are_run_once_are_not_captured() -> None:
     assert recorded == []
 
 
-def test_passes_that_cannot_be_captured_are_asked_for_once_and_computed_all_the_same() -> None:
+def test_pass_that_cannot_be_captured_is_tried_once_and_still_runs() -> None:
     asked: list[StaticPass] = []
 
     def record(static: StaticPass) -> Callable[[], Answer]:
@@ -246,7 +246,7 @@ def test_passes_that_cannot_be_captured_are_asked_for_once_and_computed_all_the_
         pass_seconds(runtime, graphs)
 
 
-def test_states_are_noted_once_where_one_of_two_passes_cannot_be_captured() -> None:
+def test_states_are_recorded_once_if_one_of_two_passes_cannot_be_captured() -> None:
     runtime = tiny("llama")
 
     def record(static: StaticPass) -> Callable[[], Answer]:
@@ -270,13 +270,13 @@ LAUNCHED_S, CAPTURE_S = 15e-3, 80e-3  # of a pass run one operation after the ot
 
 
 def replay_s(n_rows: int, layer_set: LayerSet, is_read: bool = True) -> float:
-    """Made-up seconds of a replayed pass: 6 ms where nothing is skipped, a third of that in int4."""
+    """Return made-up seconds of a replayed pass: 6 ms without skipping, a third of that in int4."""
     n_parts = 2 * layer_set.n_layers - layer_set.n_skipped
     return (1.0 * is_read + 0.6 * n_parts + 0.2 + 0.01 * n_rows) * 1e-3 / (3 if layer_set.formats else 1)
 
 
 def graphed_by_a_clock(monkeypatch: pytest.MonkeyPatch) -> Runtime:
-    """A runtime whose passes, launched, captured and replayed, move the clock on that costs are measured by."""
+    """Return a runtime whose launched, captured and replayed passes advance the clock of cost measurements."""
     now = 0.0
 
     def spend(seconds: float) -> None:
@@ -305,7 +305,7 @@ def graphed_by_a_clock(monkeypatch: pytest.MonkeyPatch) -> Runtime:
     return runtime
 
 
-def test_passes_of_a_loaded_model_are_timed_launched_and_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_passes_of_a_loaded_model_are_timed_both_launched_and_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
     runtime = graphed_by_a_clock(monkeypatch)
     assert isinstance(runtime.graphs, GraphPasses)
     graphs, runtime.graphs = runtime.graphs, None
@@ -323,17 +323,17 @@ def test_costs_are_those_of_replays_and_not_of_captures(monkeypatch: pytest.Monk
     assert profile.draft_pass_s(int4) == pytest.approx(replay_s(1, int4))
 
 
-def test_passes_too_wide_for_graphs_are_measured_although_the_first_is_slow(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A launched pass of 256 rows takes twice as long as a replayed one of 128, and wider ones no longer than that."""
+def test_passes_too_wide_for_graphs_are_measured_even_if_the_first_is_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A launched pass of 256 rows takes twice as long as a replayed one of 128, and wider passes take as long."""
     profile = measure_costs(graphed_by_a_clock(monkeypatch), 256)
     assert 1.8 * profile.target_pass_s(RECORDED_ROWS) < LAUNCHED_S and max(profile.pass_s) == 1024
 
 
 @pytest.mark.parametrize("answer", ["faster", "slower", "capture fails", "several devices", "by a library"])
-def test_auto_on_gpus_is_graphs_where_they_are_faster_else_eager(
+def test_auto_on_gpus_chooses_graphs_if_they_are_faster(
     answer: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A capture may fail by what a library does within, such as bitsandbytes: the model is loaded all the same."""
+    """A capture may fail because of a library such as bitsandbytes; the model is still loaded."""
     runtime, gpu = tiny_runtime("llama", torch.float32), torch.device("cuda", 1)
     for each in (runtime, *runtime.blocks):
         each.device = gpu
@@ -363,7 +363,7 @@ def test_auto_on_gpus_is_graphs_where_they_are_faster_else_eager(
     assert runtime.copies.packed is False  # our kernels read no weights there
 
 
-def test_a_launched_task_is_timed_until_the_device_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_launched_task_is_timed_until_the_device_has_finished(monkeypatch: pytest.MonkeyPatch) -> None:
     waiting = list[None]()
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: (sleep(0.001 * len(waiting)), waiting.clear()))
     assert 0.001 <= launched_s(torch.device("cuda"), lambda: waiting.append(None)) < 0.1
@@ -384,7 +384,7 @@ def test_graphs_without_kernels_for_them_are_refused_in_a_sentence(monkeypatch: 
         GraphPasses(tiny_runtime("llama", torch.float32), lambda static: static.run)
 
 
-def test_what_keeps_triton_from_starting_kernels_is_said_in_a_sentence(
+def test_reason_why_triton_cannot_launch_is_reported_in_a_sentence(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     reason, compiler = device_kernels.obstacle.__wrapped__, tmp_path / "gcc"
@@ -405,7 +405,7 @@ def test_what_keeps_triton_from_starting_kernels_is_said_in_a_sentence(
     assert reason() == "Triton is not installed: pip install triton"
 
 
-def test_unknown_speed_is_refused_with_those_there_are() -> None:
+def test_unknown_speed_is_refused_with_the_known_ones() -> None:
     with pytest.raises(SettingsError, match="use auto, exact, eager, graphs"):
         at_speed(tiny_runtime("llama"), "warp")  # type: ignore[arg-type]
 
@@ -422,7 +422,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 DECODE = ["bench", "decode", "--model", "./tiny", "--stream", "notes.jsonl", "--max-new-tokens", "12"]
 
 
-def test_commands_run_at_the_speed_that_they_are_given(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_commands_run_at_the_given_speed(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     args = [*DECODE, "--methods", "plain,prompt-lookup", "--dtype", "float32", "--speed", "eager", "--json"]
     assert run(args) == 0
     report = json.loads(capsys.readouterr().out)
@@ -431,12 +431,12 @@ def test_commands_run_at_the_speed_that_they_are_given(home: Path, capsys: pytes
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="what a machine without a CUDA device says")
-def test_commands_refuse_graphs_where_there_is_no_cuda_device(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_commands_refuse_graphs_without_a_cuda_device(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run([*DECODE, "--methods", "plain", "--speed", "graphs"]) == 2
     assert "one CUDA device, and this one lies on cpu" in capsys.readouterr().err
 
 
-def test_costs_of_each_speed_are_kept_apart() -> None:
+def test_costs_are_stored_by_speed() -> None:
     runtime = tiny_runtime("llama")
     with Store.open("sqlite://") as store:
         eager = stored_costs(runtime, store, 32)
@@ -461,7 +461,7 @@ def test_costs_of_other_software_are_measured_again() -> None:
         assert stored_costs(runtime, store, 32) == unknown
 
 
-def test_jobs_say_at_which_speed() -> None:
+def test_jobs_state_their_speed() -> None:
     request = TuneRequest("tiny", "s.jsonl", speed="exact")
     assert TuneRequest.from_json(request.to_json()) == request
     assert TuneRequest.from_json({"model": "tiny", "stream": "s.jsonl"}).speed == "auto"

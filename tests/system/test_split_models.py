@@ -56,7 +56,7 @@ def split(family: str) -> Runtime:
 
 
 @pytest.mark.parametrize("family", variants())
-def test_passes_of_a_split_model_compute_where_their_layers_lie(family: str) -> None:
+def test_passes_of_a_split_model_run_on_their_layers_devices(family: str) -> None:
     runtime = split(family)
     buffer, variants = runtime.new_buffer(32), (LayerSet(4), LayerSet(4, frozenset({1}), frozenset({2})))
     several = Rows([1, 2, 3, 4], 6, [6, 7, 6, 7], torch.eye(4, dtype=torch.bool), variants)
@@ -67,7 +67,7 @@ def test_passes_of_a_split_model_compute_where_their_layers_lie(family: str) -> 
 
 
 @pytest.mark.parametrize("full", [False, True])
-def test_early_exits_of_a_split_model_are_read_where_requests_are(full: bool) -> None:
+def test_early_exits_of_a_split_model_are_read_on_the_first_device(full: bool) -> None:
     """Heads and probes lie where the embedding does, whatever device the states come from."""
     runtime = split("llama")
     heads = Heads({depth: torch.zeros(97 if full else 32, 32) for depth in (1, 2, 3)}, full)
@@ -83,7 +83,7 @@ def test_early_exits_of_a_split_model_are_read_where_requests_are(full: bool) ->
         assert alone(staged.finish()).device == CPU
 
 
-def test_numbers_of_this_machine_alone_are_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_host_tensors_are_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
     """Torch pins no GPU's memory, which a draft model on one hands to a target on another."""
     pinned = list[torch.device]()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

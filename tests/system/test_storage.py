@@ -44,9 +44,7 @@ def readiness(client: object) -> tuple[int, str, str]:
     return answer.status_code, values["status"], values["storage"]
 
 
-def test_full_disk_is_said_where_operators_look_and_so_is_room_when_it_is_back(
-    small_disk: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_full_disk_and_its_end_are_reported_to_operators(small_disk: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "swiftopt")
     with filled(str(small_disk / "jobs.db")) as store:
         client = client_of(store)
@@ -70,7 +68,7 @@ def test_full_disk_is_said_where_operators_look_and_so_is_room_when_it_is_back(
         assert client.post("/v1/jobs", json=submission()).status_code == 202
 
 
-def test_database_that_may_not_grow_is_said_to_be_full_when_its_disk_has_room(sqlite_url: str) -> None:
+def test_database_at_its_size_limit_is_reported_as_full(sqlite_url: str) -> None:
     with Store.open(sqlite_url) as store:
         event.listen(store.engine, "connect", lambda connection, _: connection.execute("PRAGMA max_page_count = 1"))
         store.engine.dispose()  # the connections that there are have no limit
@@ -78,9 +76,7 @@ def test_database_that_may_not_grow_is_said_to_be_full_when_its_disk_has_room(sq
     assert (status, state) == (200, "degraded") and FULL in reason
 
 
-def test_storage_is_looked_at_once_when_many_ask_within_a_period(
-    sqlite_url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_storage_is_checked_once_per_period(sqlite_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(storage, "PERIOD_S", 600.0)
     with Store.open(sqlite_url) as store:
         statements: list[str] = []
@@ -91,7 +87,7 @@ def test_storage_is_looked_at_once_when_many_ask_within_a_period(
         assert [check.problem() for _ in range(20)] == [""] * 20 and len(statements) == n_first
 
 
-def test_probe_leaves_no_more_in_the_database_when_it_is_repeated(sqlite_url: str) -> None:
+def test_repeated_probe_does_not_grow_the_database(sqlite_url: str) -> None:
     with Store.open(sqlite_url) as store:
         sizes = []
         for _ in range(4):

@@ -1,4 +1,4 @@
-"""What a look at the model says is what its own passes say, and the dynamic programs keep what they promise."""
+"""A study of the model agrees with the model's passes, and the dynamic programs are correct."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def deep_runtime() -> Runtime:
 
 
 def context_of(runtime: Runtime, n: int = 20) -> Context:
-    """Text of which the last tokens count as generated, its keys and values in the buffer."""
+    """Return the context of a text whose last tokens count as generated."""
     ids = [(11 * i * i + 3 * i + 5) % 95 + 2 for i in range(n)]
     buffer = runtime.new_buffer(n + study_rows("knapsack", WINDOW, runtime.n_layers))
     runtime.prefill(ids[:-1], buffer)
@@ -64,13 +64,13 @@ def context_of(runtime: Runtime, n: int = 20) -> Context:
 
 
 def own_logits(context: Context, window: int) -> Tensor:
-    """The full model's logits at the positions that a look has, from a pass over the whole text."""
+    """Return the full model's logits at the positions of a study, from a pass over the whole text."""
     runtime, ids = context.runtime, context.token_ids
     return runtime.forward(Rows(ids, 0), runtime.new_buffer(len(ids)))[-window - 1 : -1]
 
 
 def draft_logits(context: Context, layer_set: LayerSet) -> Tensor:
-    """Of a draft that reads the target's keys and values of all but the last position."""
+    """Return the logits of a draft that reads the target's keys and values of all but the last position."""
     runtime, ids = context.runtime, context.token_ids
     buffer = runtime.new_buffer(len(ids))
     runtime.prefill(ids[:-2], buffer)
@@ -78,7 +78,7 @@ def draft_logits(context: Context, layer_set: LayerSet) -> Tensor:
 
 
 def test_states_are_brought_to_each_layers_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second half of the model lies elsewhere; what its blocks add is not computed there."""
+    """The second half of the model is on another device."""
     runtime = tiny_runtime("llama")
     context = context_of(runtime)
 
@@ -95,7 +95,7 @@ def test_states_are_brought_to_each_layers_device(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("family", [*variants(), "gemma4_text"])
-def test_window_states_are_those_of_the_models_own_pass(family: str) -> None:
+def test_window_states_equal_those_of_the_models_pass(family: str) -> None:
     context = context_of(tiny_runtime(family))
     with torch.inference_mode():
         states = StudyPass(context, WINDOW).run_window()
@@ -105,9 +105,9 @@ def test_window_states_are_those_of_the_models_own_pass(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", variants())
-def test_every_path_of_a_program_is_the_draft_of_its_set(family: str) -> None:
-    """On one token, where a draft's keys and values are the target's but for its own position; each subset has a weight
-    of its own, so that none is lost."""
+def test_every_path_of_a_program_equals_the_draft_of_its_set(family: str) -> None:
+    """Checked on one token, where the draft shares the target's keys and values except at its own position. Each subset
+    has its own weight, so that all are kept."""
     context = context_of(tiny_runtime(family))
     look = StudyPass(context, 1)
     weights = {("attn", 1): 1, ("mlp", 1): 2, ("attn", 2): 4, ("mlp", 2): 8}
@@ -122,13 +122,13 @@ def test_every_path_of_a_program_is_the_draft_of_its_set(family: str) -> None:
 
 
 def item_of(sub_layer: SubLayer, weight: int) -> StudyItem:
-    """An item that may be skipped if it has a weight; its bit is its place among all sub-layers."""
+    """Return an item that may be skipped if it has a weight; its bit is its position among all sub-layers."""
     return StudyItem((sub_layer,), (Change((SUB_LAYERS.index(sub_layer),), weight),) if weight else ())
 
 
 @pytest.mark.parametrize("family", ["glm4_moe", pytest.param("flex_olmo", marks=pytest.mark.families)])
-def test_every_path_through_a_mixture_is_the_draft_of_its_set(family: str) -> None:
-    """Enumerated: each sub-layer skipped or not, and each mixture with each number of experts, no two of one weight."""
+def test_every_path_through_a_mixture_equals_the_draft_of_its_set(family: str) -> None:
+    """All combinations of skipped sub-layers and numbers of experts are enumerated, each with its own weight."""
     context = context_of(tiny_runtime(family))
     runtime = context.runtime
     assert runtime.mixtures is not None
@@ -151,7 +151,7 @@ def test_every_path_through_a_mixture_is_the_draft_of_its_set(family: str) -> No
 
 
 @pytest.mark.parametrize("kind", ["similarity", "knapsack", "clasp"])
-def test_a_look_leaves_the_committed_slots_as_they_are(kind: Any) -> None:
+def test_study_leaves_committed_slots_unchanged(kind: Any) -> None:
     context = context_of(deep_runtime())
     root = context.root_slot
     before = [(k[:, :root].clone(), v[:, :root].clone()) for k, v in pairs(context)]
@@ -167,7 +167,7 @@ def pairs(context: Context) -> list[tuple[Tensor, Tensor]]:
 
 
 def nearness(look: StudyPass, states: list[Tensor], skipped: frozenset[SubLayer]) -> float:
-    """Mean cosine to the full model's last state of the path that leaves out exactly those."""
+    """Return the mean cosine between the last states of the full model and of the path that skips exactly these."""
     hidden = entered = states[0]
     for sub in SUB_LAYERS:
         entered = hidden if sub[0] == "attn" else entered
@@ -176,8 +176,8 @@ def nearness(look: StudyPass, states: list[Tensor], skipped: frozenset[SubLayer]
     return float(F.cosine_similarity(hidden, states[-1], dim=-1).mean())
 
 
-def test_program_is_exact_where_nothing_is_left_to_chance_and_never_better_than_all_subsets() -> None:
-    """One of many, all but one and all of four sub-layers; the program is greedy in between."""
+def test_program_is_never_better_than_an_exhaustive_search() -> None:
+    """It is exact for one sub-layer, and for all or all but one of four; in between it is greedy."""
     context = context_of(deep_runtime())
     free: list[SubLayer] = [("attn", 2), ("mlp", 3), ("attn", 5), ("mlp", 6)]
     items = [item_of(sub, int(sub in free)) for sub in SUB_LAYERS]
@@ -197,7 +197,7 @@ def test_program_is_exact_where_nothing_is_left_to_chance_and_never_better_than_
     assert by_weight[4] == frozenset(free)
 
 
-def test_a_sub_layer_that_adds_nothing_is_found_and_left_out_first() -> None:
+def test_sub_layer_without_effect_is_skipped_first() -> None:
     runtime = deep_runtime()
     model: Any = runtime.hf_model
     model.model.layers[3].mlp.down_proj.weight.zero_()
@@ -208,7 +208,7 @@ def test_a_sub_layer_that_adds_nothing_is_found_and_left_out_first() -> None:
     assert [sub for sub, bit in zip(order, first, strict=True) if bit] == [("mlp", 3)]
 
 
-def test_knapsack_weighs_by_measured_cost_and_clasp_by_the_layer() -> None:
+def test_knapsack_uses_measured_costs_and_clasp_counts_layers() -> None:
     items, capacity = knapsack_items(6, searchable(6), [1.0] * 4 + [5.0] * 4)
     weights = {item.sub_layers[0]: [change.weight for change in item.changes] for item in items}
     assert weights["attn", 0] == weights["mlp", 5] == [] and capacity == N_BUCKETS
@@ -218,7 +218,7 @@ def test_knapsack_weighs_by_measured_cost_and_clasp_by_the_layer() -> None:
     assert layers[2].changes[0].bits == tuple(searchable(6).index((kind, 2)) for kind in ("attn", "mlp"))
 
 
-def test_knapsack_weighs_experts_by_what_all_that_are_left_out_save() -> None:
+def test_knapsack_weighs_experts_by_their_joint_saving() -> None:
     levels = ExpertLevels((2, 3), (4, 2, 1))
     items, _ = knapsack_items(6, searchable(6), [2.0] * 8 + [0.8, 0.4, 0.4] * 2, levels)
     assert [len(item.changes) for item in items] == [0, 0, 1, 1, 1, 4, 1, 4, 1, 1, 0, 0]
@@ -230,7 +230,7 @@ def test_knapsack_weighs_experts_by_what_all_that_are_left_out_save() -> None:
 
 
 def test_a_study_finds_that_a_mixture_needs_one_expert() -> None:
-    """In layer 2 the second expert of each row adds nothing; one expert there is then the nearest of its cost."""
+    """In layer 2 the second expert of each row has no effect, so one expert there is the closest draft of its cost."""
     runtime = tiny_runtime("qwen3_moe")
     mixture: Any = runtime.blocks[2].parts.mlp
     mixture.gate.weight.mul_(400.0)  # The first expert's weight becomes one.
@@ -252,7 +252,7 @@ def test_models_without_inner_layers_have_nothing_to_study(family: str) -> None:
     assert found.turns == found.sets == ()
 
 
-def test_cost_of_a_look_is_told_in_rows_of_the_model() -> None:
+def test_cost_of_a_study_is_in_rows_of_the_model() -> None:
     context = context_of(deep_runtime())
     small = study(context, "similarity", WINDOW, searchable(N_LAYERS), [1.0] * 12, 0.5)
     large = study(context, "knapsack", WINDOW, searchable(N_LAYERS), [1.0] * 12, 0.5)

@@ -53,7 +53,7 @@ DRAFTERS: dict[str, Drafter] = {
 
 
 class Watched(Drafter):
-    """A drafter whose drafts are kept, each checked against what it promised to need."""
+    """A drafter that records its drafts, and checks each against its promised limits."""
 
     def __init__(self, drafter: Drafter) -> None:
         self.drafter = drafter
@@ -78,7 +78,7 @@ class Watched(Drafter):
 
 
 def repetitive(seed: int, length: int = 24) -> list[int]:
-    """A prompt that says the same few words again and again."""
+    """Return a prompt that repeats a few words."""
     rng = random.Random(seed)
     phrase = [rng.randrange(2, VOCAB) for _ in range(6)]
     return (phrase * length)[:length]
@@ -91,7 +91,7 @@ def run(runtime: Runtime, ids: list[int], method: Method, sampling: Sampling, n_
 @pytest.mark.parametrize(("family", "names"), variants(taken_in_turns(CONFIGS, DRAFTERS, 3)))
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 def test_text_drafters_equal_plain_decoding(family: str, names: Sequence[str], sampling: Sampling) -> None:
-    """Greedy ones by torch's passes, drawn ones by our kernels'."""
+    """Greedy drafts run on torch's passes, sampled ones on the native kernels'."""
     runtime, ids = (tiny_runtime if sampling.greedy else quick_runtime)(family), repetitive(1)
     plain = run(runtime, ids, PLAIN, sampling)
     for name in names:
@@ -103,8 +103,8 @@ def test_text_drafters_equal_plain_decoding(family: str, names: Sequence[str], s
 
 @pytest.mark.parametrize("name", [name for name in DRAFTERS if name != "lookahead-least"])
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
-def test_text_drafters_accept_something_somewhere(name: str, sampling: Sampling) -> None:
-    """Guards the parity test: it must cross acceptance, several tokens deep where the draft is."""
+def test_text_drafters_accept_several_tokens(name: str, sampling: Sampling) -> None:
+    """Guards the parity test, which must include accepted drafts of several tokens."""
     done = [
         run(quick_runtime(family), repetitive(1), Method(name, DRAFTERS[name]), sampling)
         for family in ("llama", "qwen2-window", "gemma3", "gpt2")
@@ -114,7 +114,7 @@ def test_text_drafters_accept_something_somewhere(name: str, sampling: Sampling)
 
 
 def test_lookahead_accepts_a_branch_beside_the_first_path() -> None:
-    """Guards the parity test: it must cross the path that moves rows over those of other branches and extra_rows."""
+    """Guards the parity test, which must include moves of rows over those of other branches and extra_rows."""
     beside = 0
 
     class Noted(Watched):
@@ -159,8 +159,8 @@ FREE = Sampling(temperature=1.5, seed=2)  # hot enough that the text does not re
 @pytest.mark.parametrize("family", ["llama", "gemma3", "gpt2"])
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED, FREE], ids=["greedy", "sampled", "free"])
 @pytest.mark.parametrize("name", ["prompt-lookup", "adaptive", "adaptive, no model"])
-def test_prediction_saves_passes_and_changes_no_token(name: str, family: str, sampling: Sampling) -> None:
-    """A right one is accepted from its first token on, an edited one also behind the edit, a wrong one refused."""
+def test_prediction_saves_passes_with_equal_tokens(name: str, family: str, sampling: Sampling) -> None:
+    """A right prediction is accepted from its first token on, an edited one also after the edit, a wrong one not."""
     runtime, rng = quick_runtime(family), random.Random(3)
     ids, wrong = ([rng.randrange(2, VOCAB) for _ in range(n)] for n in (12, N_NEW))
     settings = {"adaptive": AdaptiveSettings(), "adaptive, no model": AdaptiveSettings(draft_format="stored")}
@@ -189,8 +189,8 @@ def begun(runtime: Runtime, ids: list[int], drafter: Drafter) -> tuple[Context, 
     return context, drafter.begin(context)
 
 
-def test_a_lookup_round_reads_only_what_is_new() -> None:
-    """Counted in the automaton's work: a hundred rounds cost what a hundred tokens of the prompt did."""
+def test_lookup_round_reads_only_new_tokens() -> None:
+    """Counted in steps of the automaton: a hundred rounds take as many as a hundred tokens of the prompt."""
     rng = random.Random(7)
     text = [int(60 * rng.random() ** 2) for _ in range(6_000)]
     context, drafting = begun(tiny_runtime("llama"), text[:-200], LookupDrafter(LookupSettings()))
@@ -204,7 +204,7 @@ def test_a_lookup_round_reads_only_what_is_new() -> None:
     assert automaton.n_moves - prompt_moves <= 200 * 1.5 * prompt_moves / n_prompt
 
 
-def test_lookup_drafts_what_followed_the_match_within_its_limits() -> None:
+def test_lookup_drafts_the_tokens_after_the_match_within_its_limits() -> None:
     text = [5, 6, 7, 8, 9, 10, 11, 12, 13, 5, 6, 7, 8]
     runtime = tiny_runtime("llama")
 
@@ -219,7 +219,7 @@ def test_lookup_drafts_what_followed_the_match_within_its_limits() -> None:
     assert drafted(10, LookupSettings(min_match=5)) == ()
 
 
-def test_lookup_drafts_less_from_matches_that_misled() -> None:
+def test_lookup_drafts_less_after_rejected_matches() -> None:
     rng = random.Random(5)
     misleading = [token for _ in range(60) for token in (90, 91, rng.randrange(2, 80))]
     faithful = [2, 3, 4, 90, 91, 5, 6, 7, 8] * 20
@@ -239,7 +239,7 @@ def test_hit_rates_follow_what_is_seen() -> None:
     assert rates.rate(1) > 0.95 and rates.rate(4) < 0.05
 
 
-def test_jacobi_keeps_the_argmaxes_behind_the_accepted_part() -> None:
+def test_jacobi_keeps_the_argmaxes_after_the_accepted_part() -> None:
     _, drafting = begun(tiny_runtime("llama"), [3, 4], JacobiDrafter(JacobiSettings(window=4)))
     draft = alone(drafting.draft(10))
     assert draft.tree.token_ids == (4, 4, 4, 4, 4)
@@ -259,7 +259,7 @@ def successor(token_id: int) -> int:
     "settings", [LookaheadSettings(), LookaheadSettings(ngram=2), LookaheadSettings(ngram=7, window=2)]
 )
 def test_lookahead_ngrams_are_the_trajectories_of_their_guesses(settings: LookaheadSettings) -> None:
-    """With a model that looks at the last token only, each n-gram must be a chain of its predictions."""
+    """For a model that sees only the last token, each n-gram must be a chain of its predictions."""
     window = Window(settings, [11, 12, 13])
     root, seen = 13, 0
     for _ in range(3 * settings.ngram):
@@ -276,7 +276,7 @@ def test_lookahead_ngrams_are_the_trajectories_of_their_guesses(settings: Lookah
 
 
 def columns(window: Window) -> Iterator[tuple[int, list[int]]]:
-    """Each guess's row behind the tree, and the tokens after the root that it is to see, its own last."""
+    """Return each guess's row after the tree, and the tokens after the root that it sees, its own last."""
     cells = [(level, column) for level in range(window.n_levels) for column in range(window.width)][1:]
     for row, (level, column) in enumerate(cells):
         yield row, window.levels[0][1 : column + 1] + [window.levels[j][column] for j in range(1, level + 1)]
@@ -304,7 +304,7 @@ def test_a_lookahead_window_equals_each_column_alone(family: str) -> None:
     assert checked == len(extra_rows.token_ids)
 
 
-def test_continuations_share_their_beginnings() -> None:
+def test_continuations_share_their_prefixes() -> None:
     tree = merge_paths(1, [(2, 3, 4), (2, 5), (2, 3, 6), (7,)], 2)
     assert tree == DraftTree((1, 2, 3, 5, 7), (-1, 0, 1, 1, 0), 2)
     assert merge_paths(1, [], 5) == DraftTree((1,), (-1,), 0)
@@ -328,7 +328,7 @@ SOURCES = {  # that a method's accepted drafts come from
 
 @pytest.mark.parametrize("name", SOURCES)
 @pytest.mark.parametrize("predicts", [False, True])
-def test_trace_says_where_each_token_came_from(name: str, predicts: bool) -> None:
+def test_trace_names_the_origin_of_each_token(name: str, predicts: bool) -> None:
     runtime, ids = tiny_runtime("llama"), repetitive(1)
     expected = run(runtime, ids, PLAIN, FREE).token_ids
     layer_set = LayerSet(runtime.n_layers, frozenset({1}))
@@ -357,7 +357,7 @@ def test_trace_says_where_each_token_came_from(name: str, predicts: bool) -> Non
     assert not predicts or "text" not in SOURCES[name] or "prediction" in sources
 
 
-def test_trace_of_a_tree_tells_what_stood_first_in_place_of_a_side_branch() -> None:
+def test_trace_of_a_side_branch_names_the_first_candidate() -> None:
     tree = DraftTree.grow(1, [(2, 9), (3, 8), (4,)])  # the spine 2, 3, 4; beside them 9 and 8
     draft = Draft(tree, sources={3: "text"})
     assert _trace_sources(draft, Walk((1, 5), (2, 8, 7)), [2, 8, 7]) == (

@@ -1,4 +1,4 @@
-"""Text parts of multimodal checkpoints compute what transformers' whole model computes of a text, and read no more."""
+"""Text parts of multimodal checkpoints give the logits of transformers' whole model for texts, and read no more."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def _whole(model_type: str, tied: bool = False) -> Any:
 
 
 def _logits(runtime: Runtime) -> torch.Tensor:
-    """Logits of all rows but the first few of a text, in two passes."""
+    """Return the logits of all rows except the first few of a text, in two passes."""
     buffer = runtime.new_buffer(len(IDS))
     return torch.cat([runtime.forward(Rows(part, first), buffer) for first, part in ((0, IDS[:9]), (9, IDS[9:]))])
 
@@ -63,9 +63,7 @@ def _decoded(runtime: Runtime, method: Any = PLAIN) -> list[int]:
 
 
 @pytest.mark.parametrize(("model_type", "spelling"), CASES)
-def test_the_text_part_computes_what_the_whole_model_computes_of_a_text(
-    model_type: str, spelling: str, tmp_path: Path
-) -> None:
+def test_text_part_gives_the_logits_of_the_whole_model(model_type: str, spelling: str, tmp_path: Path) -> None:
     library()
     whole = _whole(model_type)
     folder = str(write(tmp_path / "model", whole, spelling))
@@ -88,8 +86,8 @@ def test_the_text_part_computes_what_the_whole_model_computes_of_a_text(
     torch.testing.assert_close(_logits(in_float64), wanted, rtol=0, atol=bound)
 
 
-def test_projections_that_no_layer_of_gemma_4_reads_are_left_out(tmp_path: Path) -> None:
-    """Its checkpoints have them of layers that read another layer's keys and values, too."""
+def test_unused_projections_of_gemma_4_are_ignored(tmp_path: Path) -> None:
+    """Its checkpoints contain projections of layers that share another layer's keys and values."""
     whole = _whole("gemma4")
     at, others = "model.language_model.layers.3.self_attn", ("k_proj", "v_proj", "k_norm")
     unread = {f"{at}.{name}.weight": torch.ones(48, 32) for name in others}
@@ -117,7 +115,7 @@ ENDS = ("q_proj", "o_proj", "down_proj")
 def test_an_adapter_of_the_whole_model_is_merged_into_its_text_part(
     model_type: str, config: dict[str, Any], tmp_path: Path
 ) -> None:
-    """What it has for the vision tower is left out, as the tower is."""
+    """Its weights for the vision tower are ignored, like the tower."""
     whole = whole_model(model_type)
     write(tmp_path / "base", whole)
     adapter = save_adapter(tmp_path / "adapter", "../base", whole, *ENDS, **config)
@@ -139,7 +137,7 @@ def test_an_adapter_of_the_whole_model_is_merged_into_its_text_part(
     assert torch.equal(_logits(merged), _logits(runtime)) and merged.info.fingerprint == runtime.info.fingerprint
 
 
-def test_an_adapter_of_a_multimodal_model_that_lacks_a_map_of_the_text_part_is_refused(tmp_path: Path) -> None:
+def test_incomplete_adapter_of_a_multimodal_model_is_refused(tmp_path: Path) -> None:
     whole = _whole("gemma3")
     write(tmp_path / "base", whole)
     adapter = save_adapter(tmp_path / "adapter", "../base", whole, *ENDS[:1])
@@ -150,7 +148,7 @@ def test_an_adapter_of_a_multimodal_model_that_lacks_a_map_of_the_text_part_is_r
 
 
 @pytest.mark.parametrize("file", ["gone", "cut"])
-def test_files_of_other_parts_alone_are_not_read(file: str, tmp_path: Path) -> None:
+def test_files_with_only_other_parts_are_not_read(file: str, tmp_path: Path) -> None:
     whole = _whole("gemma3")
     folder = write(tmp_path / "model", whole)
     images = folder / "images.safetensors"
@@ -165,7 +163,7 @@ def test_files_of_other_parts_alone_are_not_read(file: str, tmp_path: Path) -> N
     assert memory_plan(folder, "auto", on_cpu=True).weights == text
 
 
-def test_a_missing_file_of_the_text_part_is_told(tmp_path: Path) -> None:
+def test_missing_file_of_the_text_part_is_reported(tmp_path: Path) -> None:
     folder = write(tmp_path / "model", _whole("mistral3"))
     (folder / "text.safetensors").unlink()
     with pytest.raises(ModelNotFound, match=r"lacks text\.safetensors, which its index names"):
@@ -198,7 +196,7 @@ def test_a_tied_head_is_the_embedding_and_a_stored_head_is_not(model_type: str, 
     assert torch.equal(apart.lm_head.weight, _whole(model_type).lm_head.weight)
 
 
-def test_what_the_whole_model_says_holds_for_the_text_part(tmp_path: Path) -> None:
+def test_settings_of_the_whole_model_apply_to_the_text_part(tmp_path: Path) -> None:
     folder = write(tmp_path / "model", _whole("gemma3"), eos_token_id=[7, 9], dtype=None)
     runtime = load(str(folder), device="cpu")
     assert runtime.dtype == torch.float32 and runtime.config.eos_token_id == [7, 9]
@@ -206,7 +204,7 @@ def test_what_the_whole_model_says_holds_for_the_text_part(tmp_path: Path) -> No
     assert load(str(folder), device="cpu").dtype == torch.bfloat16
 
 
-def test_a_text_part_that_nothing_computes_is_refused(tmp_path: Path) -> None:
+def test_unsupported_text_part_is_refused(tmp_path: Path) -> None:
     folder = write(tmp_path / "model", _whole("mistral3"))
     text = json.loads((folder / "config.json").read_text())["text_config"]
     edit_config(folder, text_config={**text, "model_type": "mamba"})
@@ -231,7 +229,7 @@ def test_tensors_of_no_known_part_are_refused(tmp_path: Path) -> None:
         load(str(write_parts(tmp_path / "model", tensors, config)), device="cpu")
 
 
-def test_a_quantised_text_part_computes_what_it_computes_alone(tmp_path: Path) -> None:
+def test_quantised_text_part_gives_the_same_logits_alone(tmp_path: Path) -> None:
     alone = tmp_path / "alone"
     alone.mkdir()
     packed_folder(alone, "qwen2", Packing("gptq", 4, 32))

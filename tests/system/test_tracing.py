@@ -122,7 +122,7 @@ def test_refused_request_is_an_error_and_polls_have_no_span(url: str, exporter: 
     assert request.attributes["error.type"] and request.attributes["gen_ai.usage.output_tokens"] == 0
 
 
-def test_nothing_is_imported_unless_a_variable_asks_for_traces(no_variables: None) -> None:
+def test_nothing_is_imported_unless_a_variable_enables_traces(no_variables: None) -> None:
     program = (
         "import sys\nfrom swiftopt.server import app\n"
         "assert app.provider_from_environment() is None and app.bare_app() is not None\n"
@@ -141,7 +141,7 @@ def test_nothing_is_imported_unless_a_variable_asks_for_traces(no_variables: Non
         ({ENDPOINT: "http://a", "OTEL_EXPORTER_OTLP_PROTOCOL": "http/json"}, "http/json is not supported"),
     ],
 )
-def test_variables_that_want_no_traces_or_others_are_obeyed_or_named(
+def test_unsupported_variables_of_traces_are_obeyed_or_named(
     variables: dict[str, str],
     said: str,
     no_variables: None,
@@ -156,7 +156,7 @@ def test_variables_that_want_no_traces_or_others_are_obeyed_or_named(
 
 
 @pytest.mark.parametrize("missing", ["opentelemetry.sdk", EXPORTERS["http/protobuf"].removesuffix(".trace_exporter")])
-def test_packages_that_are_missing_are_named_in_a_sentence(
+def test_missing_packages_are_named_in_a_sentence(
     missing: str, no_variables: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     if "exporter" in missing:

@@ -1,4 +1,4 @@
-"""What a served model learns from its requests: nothing changes their output, and drafts are in use while they pay."""
+"""A served model learns from its requests: their output does not change, and drafts are used while they pay."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def answers(
 
 
 def await_answers(traffic: Traffic) -> None:
-    """Until the database has answered all that it was asked."""
+    """Wait until the database has answered all queries."""
     while traffic._queries._pending:
         time.sleep(0.01)
         traffic._queries.take()
@@ -94,7 +94,7 @@ def await_answers(traffic: Traffic) -> None:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Let nobody else write to the test's database, however long they wait."""
+    """Lock the test's database for writing."""
     (path,) = folder.glob("*.db")
     other = sqlite3.connect(path, isolation_level=None)
     other.execute("BEGIN IMMEDIATE")
@@ -105,7 +105,7 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def rounds(task: TaskTraffic, compared_s: float, in_use_s: float) -> RoundTimings:
-    """As many rounds of the way that is not in use as the task wants, and ten others; a token and such seconds each."""
+    """Return the requested rounds of the way not in use, and ten others, of a token and these seconds each."""
     n = task.compared_rounds_at(0)
     compared, in_use = Timed(n, n * compared_s), Timed(10, 10 * in_use_s)
     both = (compared, in_use) if task.drafts else (in_use, compared)
@@ -113,13 +113,13 @@ def rounds(task: TaskTraffic, compared_s: float, in_use_s: float) -> RoundTiming
 
 
 def timings(task: TaskTraffic, plain: Timed, drafted: Timed, compares: bool = True) -> RoundTimings:
-    """The rounds of a request that ran alone; each drafted one has four draft steps, three of them accepted."""
+    """Return the rounds of a request that ran alone; a drafted one has four draft steps, three of them accepted."""
     rounds = DraftedRounds(drafted.tokens, drafted.tokens, drafted.seconds, 4 * drafted.tokens, 3 * drafted.tokens)
     return RoundTimings(task.drafts, compares, task.search.layer_set, [plain, drafted], plain.seconds, rounds)
 
 
 def learnt(task: TaskTraffic, compared_s: float, in_use_s: float) -> bool:
-    """Have the task learn from a request; whether that is news to be stored."""
+    """Let the task learn from a request; return whether there is something new to store."""
     own = rounds(task, compared_s, in_use_s)
     task.count_rounds(own)
     return task.add(own)
@@ -130,9 +130,7 @@ def task_of(model: swiftopt.Model) -> TaskTraffic:
     return TaskTraffic("code", Search("code", whole, searchable(whole.n_layers), SETTINGS, 0.4, None), looked_up=True)
 
 
-def test_what_is_learnt_under_a_served_name_is_found_by_the_names_of_its_model(
-    model: swiftopt.Model, store: Store
-) -> None:
+def test_plan_learnt_under_a_served_name_is_found_by_the_models_names(model: swiftopt.Model, store: Store) -> None:
     traffic = Traffic("assistant", model.runtime, store, SETTINGS)
     answers(traffic, model.runtime, "code")
     traffic._store_version(traffic.task("code"))
@@ -161,7 +159,7 @@ def test_learning_changes_no_token(
     traffic.close()
 
 
-def test_requests_are_served_and_searched_where_memory_holds_their_texts_alone(
+def test_requests_are_searched_even_if_memory_holds_only_their_texts(
     model: swiftopt.Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     traffic, session = Traffic("tiny", model.runtime, None, SETTINGS), Session(model.runtime, Sampling(), 150)
@@ -180,7 +178,7 @@ def test_requests_are_served_and_searched_where_memory_holds_their_texts_alone(
     traffic.close()
 
 
-def test_drafts_are_in_use_until_they_are_known_not_to_pay_and_again_when_they_do(model: swiftopt.Model) -> None:
+def test_drafts_are_used_until_they_lose_and_again_when_they_pay(model: swiftopt.Model) -> None:
     task = task_of(model)
     assert task.drafts and task.compared_rounds_at(0) == COMPARED_ROUNDS["unmeasured"]
     for _ in range(MIN_PAIRS):
@@ -195,8 +193,8 @@ def test_drafts_are_in_use_until_they_are_known_not_to_pay_and_again_when_they_d
     assert task.drafts
 
 
-def test_verdict_follows_the_context_where_enough_of_one_was_timed(model: swiftopt.Model) -> None:
-    """Drafts halve the time of short contexts and double that of long ones; others go by all requests."""
+def test_verdict_is_by_context_length_once_enough_was_timed(model: swiftopt.Model) -> None:
+    """Drafts halve the time in short contexts and double it in long ones; other contexts use the verdict of all."""
     task, short, long, other = task_of(model), 512, 16384, 2048
     for _ in range(12):
         for bucket, drafted_s in ((short, 0.5), (long, 2.0)):
@@ -212,8 +210,8 @@ def test_verdict_follows_the_context_where_enough_of_one_was_timed(model: swifto
     assert task.drafts_at(long) == task.drafts, "the text has changed"
 
 
-def test_drafts_without_a_gain_are_seldom_said_to_pay_however_often_they_are_judged(model: swiftopt.Model) -> None:
-    """Looks at 95 % each said "use" of a fifth of such tasks within 50 requests, and of a third within 100."""
+def test_repeated_looks_seldom_accept_drafts_without_a_gain(model: swiftopt.Model) -> None:
+    """With separate looks at 95 %, a fifth of such tasks would get "use" within 50 requests, and a third within 100."""
     rng, n_used = np.random.default_rng(0), 0
     for _ in range(100):
         task = task_of(model)
@@ -222,8 +220,8 @@ def test_drafts_without_a_gain_are_seldom_said_to_pay_however_often_they_are_jud
     assert n_used < 10
 
 
-def test_requests_of_other_lengths_and_speeds_do_not_make_drafts_look_faster(model: swiftopt.Model) -> None:
-    """Drafts gain nothing: long prompts make each token dearer, drafted or not, and are answered shortly."""
+def test_different_lengths_and_speeds_of_requests_do_not_bias_the_ratio(model: swiftopt.Model) -> None:
+    """Drafts gain nothing. Long prompts make each token slower, drafted or not, and have short answers."""
     task = task_of(model)
     for number in range(MAX_PAIRS):
         n, token_s = (40, 1 / 12) if number % 2 else (300, 1 / 20)
@@ -234,8 +232,8 @@ def test_requests_of_other_lengths_and_speeds_do_not_make_drafts_look_faster(mod
     assert found.ratio == pytest.approx(1.0) and found.plain_tok_s == found.drafted_tok_s
 
 
-def test_figures_of_drafts_are_of_one_look_and_agree_at_every_request(model: swiftopt.Model) -> None:
-    """The ratio is the quotient of the two speeds, and what was saved is drafted seconds times what it is above 1."""
+def test_figures_of_drafts_are_consistent_at_every_request(model: swiftopt.Model) -> None:
+    """The ratio is that of the two speeds, and the saved time is drafted seconds · (ratio - 1)."""
     task, rng, ratios = task_of(model), np.random.default_rng(1), set()
     for number in range(60):
         slower = 1.0 if number < 30 else 3.0  # drafts that pay, then some that do not
@@ -259,8 +257,8 @@ def test_figures_of_drafts_are_of_one_look_and_agree_at_every_request(model: swi
     assert (found.acceptance_rate, found.mean_generated_length) == (0.75, 1.0)
 
 
-def test_a_verdict_is_made_of_the_drafts_in_use_alone(model: swiftopt.Model) -> None:
-    """Pairs that were timed with an earlier set say nothing of the one adopted, nor does a request that saw both."""
+def test_verdict_counts_only_the_drafts_in_use(model: swiftopt.Model) -> None:
+    """Pairs that were timed with an earlier set do not count for the adopted one, nor does a request that had both."""
     task = task_of(model)
     for _ in range(MIN_PAIRS + 2):
         learnt(task, 1.0, 0.4)
@@ -273,7 +271,7 @@ def test_a_verdict_is_made_of_the_drafts_in_use_alone(model: swiftopt.Model) -> 
     assert news.index(True) + 1 >= MIN_PAIRS and len(task.pairs) == MIN_PAIRS + 2
 
 
-def test_a_set_whose_gain_is_not_sure_is_not_stored(model: swiftopt.Model) -> None:
+def test_set_without_a_certain_gain_is_not_stored(model: swiftopt.Model) -> None:
     task = task_of(model)
     task.word = "use"  # of an earlier set
     assert not any(learnt(task, 1.0, 0.4 if i % 2 else 2.0) for i in range(MAX_PAIRS))
@@ -281,15 +279,15 @@ def test_a_set_whose_gain_is_not_sure_is_not_stored(model: swiftopt.Model) -> No
 
 
 def costs_of(runtime: Runtime) -> CostProfile:
-    """Drafts are believed to be cheap, so that there are many."""
+    """Return costs with cheap drafts, so that many are made."""
     cheap = FormatCosts(1e-3, 1e-3, 1e-3)
     return CostProfile("", "cpu", "float32", 256, runtime.n_layers, 0.1, 0.1, 0.1, 0.1, {1: 1.0}, {"int4": cheap})
 
 
 class Clock:
-    """Time that passes with the model's passes alone: so much for one of drafts, and for one of the target.
+    """A clock that only the model's passes advance, by set times of draft passes and target passes.
 
-    A row of a prompt or of a window takes a second; `decoding_s` leaves these out. Studies of the model take no time.
+    A row of a prompt or a window takes a second, which `decoding_s` excludes. Studies of the model take no time.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, runtime: Runtime, draft_s: float, target_s: float) -> None:
@@ -308,10 +306,10 @@ class Clock:
 
 @pytest.mark.parametrize("at_once", [1, 4])
 @pytest.mark.parametrize("draft_s", [0.01, 3.0])
-def test_what_is_said_of_drafts_is_what_requests_take_with_and_without_them(
+def test_ratio_of_drafts_equals_that_of_requests_with_and_without_them(
     model: swiftopt.Model, monkeypatch: pytest.MonkeyPatch, at_once: int, draft_s: float
 ) -> None:
-    """Also where several run at once: a plain round that waits for others' drafts would be no measure of plain ones."""
+    """This holds for concurrent requests too, where a plain round may wait for the drafts of others."""
     monkeypatch.setattr("swiftopt.tasks.served_task.SEARCH_TIME_SHARE", 0.0)
     monkeypatch.setattr("swiftopt.tasks.traffic.stored_costs", lambda *_: costs_of(model.runtime))
     clock = Clock(monkeypatch, model.runtime, draft_s, target_s=1.0)
@@ -329,10 +327,10 @@ def test_what_is_said_of_drafts_is_what_requests_take_with_and_without_them(
 
 
 @pytest.mark.parametrize("at_once", [1, 4])
-def test_search_takes_its_share_of_the_time_at_most(
+def test_search_takes_at_most_its_share_of_the_time(
     model: swiftopt.Model, monkeypatch: pytest.MonkeyPatch, at_once: int
 ) -> None:
-    """Of the time that has passed, however many requests run at once, and as the task's figures say."""
+    """The share is of elapsed time, for any number of concurrent requests, and as in the task's figures."""
     share = 0.5
     monkeypatch.setattr("swiftopt.tasks.served_task.SEARCH_TIME_SHARE", share)
     costs = replace(costs_of(model.runtime), pass_s={1: 1.0, 256: 256.0})
@@ -351,7 +349,7 @@ def test_search_takes_its_share_of_the_time_at_most(
     traffic.close()
 
 
-def test_task_says_why_it_is_decoded_plainly(model: swiftopt.Model) -> None:
+def test_task_states_why_it_is_decoded_plainly(model: swiftopt.Model) -> None:
     task = task_of(model)
     assert task.why_plain is None
     for _ in range(MIN_PAIRS + 2):
@@ -366,7 +364,7 @@ def test_task_says_why_it_is_decoded_plainly(model: swiftopt.Model) -> None:
     assert timings(task, Timed(8, 8.0), Timed(5, 5.0)).why_plain is None
 
 
-def test_request_saves_what_plain_decoding_would_have_taken_longer(model: swiftopt.Model) -> None:
+def test_saved_time_is_the_further_time_of_plain_decoding(model: swiftopt.Model) -> None:
     task = task_of(model)
     first = rounds(task, 2.0, 1.0)
     assert task.saved_by(first) == 0.0, "nothing is known of the ratio"
@@ -378,7 +376,7 @@ def test_request_saves_what_plain_decoding_would_have_taken_longer(model: swifto
     assert task.saved_by(others) == 0.0, "the ratio is of other drafts"
 
 
-def test_request_of_a_stored_plan_saves_by_the_plans_ratio(model: swiftopt.Model) -> None:
+def test_saved_time_with_a_stored_plan_follows_its_ratio(model: swiftopt.Model) -> None:
     method, info = model.plan_for("code", "adaptive", None)
     session = Session(model.runtime, Sampling(), 12, ignore_eos=True)
     saved = []
@@ -397,7 +395,7 @@ def test_pinned_task_has_no_other_rounds(model: swiftopt.Model) -> None:
     assert not learnt(task, 1.0, 1.0) and not task.pairs
 
 
-def test_what_pays_is_stored_with_its_evidence_and_others_begin_with_it(model: swiftopt.Model, store: Store) -> None:
+def test_profitable_drafts_are_stored_with_evidence_and_loaded_by_others(model: swiftopt.Model, store: Store) -> None:
     traffic = Traffic("tiny", model.runtime, store, SETTINGS)
     task = traffic.task("code")
     for _ in range(MIN_PAIRS + 2):
@@ -444,7 +442,7 @@ def test_plan_of_a_job_is_not_searched_again(model: swiftopt.Model) -> None:
     traffic.close()
 
 
-def test_tasks_are_told_apart_by_their_prompts_after_a_restart(
+def test_tasks_are_recognised_by_their_prompts_after_a_restart(
     model: swiftopt.Model, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("swiftopt.tasks.traffic.MIN_SIMILARITY", -1.0)  # a model of chance spreads its states
@@ -460,9 +458,7 @@ def test_tasks_are_told_apart_by_their_prompts_after_a_restart(
     second.close()
 
 
-def test_nothing_is_tried_on_a_request_that_is_not_to_be_learnt_from(
-    model: swiftopt.Model, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_is_tried_on_a_request_without_learning(model: swiftopt.Model, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("swiftopt.tasks.served_task.SEARCH_TIME_SHARE", 1.0)
     traffic = Traffic("tiny", model.runtime, None, SETTINGS)
     done = answers(traffic, model.runtime, "code", learn=False)
@@ -477,7 +473,7 @@ def _fields(record: swiftopt.LayerSetRecord) -> dict[str, object]:
     return {name: getattr(record, name) for name in names}
 
 
-def test_search_keeps_to_its_share_of_the_time(model: swiftopt.Model) -> None:
+def test_search_stays_within_its_share_of_the_time(model: swiftopt.Model) -> None:
     task = task_of(model)
     assert not task.may_search(0.1)  # nothing was decoded yet
     learnt(task, 1.0, 0.4)  # 12 seconds
@@ -488,8 +484,8 @@ def test_search_keeps_to_its_share_of_the_time(model: swiftopt.Model) -> None:
     assert task.may_search(0.005) and not task.may_search(0.01), "the next one may take ten times as long, too"
 
 
-def test_search_pays_a_slow_look_back_before_the_next_one(model: swiftopt.Model) -> None:
-    """On a simulated clock only a look that is slower, for what was expected, than any before exceeds the share."""
+def test_search_compensates_a_slow_candidate_before_the_next(model: swiftopt.Model) -> None:
+    """On a simulated clock, only a look that is slower than all before, relative to its estimate, exceeds the share."""
     task, random, expected_s = task_of(model), Random(0), 0.1
     shares: list[float] = []  # after each look
     for factor in [*(random.uniform(0, LOOK_MARGIN) for _ in range(300)), 90.0, *[1.0] * 300]:
@@ -502,7 +498,7 @@ def test_search_pays_a_slow_look_back_before_the_next_one(model: swiftopt.Model)
     assert after[-1] > 0.5 * SEARCH_TIME_SHARE and max(after) <= SEARCH_TIME_SHARE
 
 
-def test_names_of_tasks_fill_neither_the_memory_nor_all_places(
+def test_number_of_task_names_is_limited_in_memory_and_tables(
     model: swiftopt.Model, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("swiftopt.tasks.traffic.MAX_TASKS", 3)
@@ -554,7 +550,7 @@ def test_one_replica_at_a_time_searches_for_a_task(
     second.close()
 
 
-def test_a_search_is_not_this_replicas_for_longer_than_the_database_has_said(
+def test_search_lease_of_a_replica_ends_when_the_database_says(
     model: swiftopt.Model, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     traffic = Traffic("tiny", model.runtime, store, SETTINGS)
@@ -570,7 +566,7 @@ def test_a_search_is_not_this_replicas_for_longer_than_the_database_has_said(
 def test_no_round_waits_for_the_database(
     model: swiftopt.Model, store: Store, sqlite_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """While nobody can write to it, requests are answered, and what it has not said is neither searched nor used."""
+    """While the database is locked, requests are answered, and only what it has confirmed is searched or used."""
     monkeypatch.setattr("swiftopt.tasks.served_task.SEARCH_TIME_SHARE", 1.0)
     with Store.open(f"{sqlite_url}?timeout=600") as patient:
         first = Traffic("tiny", model.runtime, store, SETTINGS)
@@ -598,7 +594,7 @@ def test_no_round_waits_for_the_database(
 
 
 @pytest.mark.model
-def test_change_from_code_to_summaries_is_noticed_and_shown(
+def test_change_from_code_to_summaries_is_detected_and_shown(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runtime = swiftopt.load("smollm2-135m", dtype="bfloat16").runtime
@@ -633,7 +629,7 @@ def test_change_from_code_to_summaries_is_noticed_and_shown(
 def test_costs_of_a_served_model_follow_its_passes_and_are_stored(
     model: swiftopt.Model, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The profile has drafts for nothing and dear checks; passes say otherwise."""
+    """In the profile drafts are free and checks expensive; the passes differ."""
     real = costs_of(model.runtime)
     free = {name: costs.scaled(1e-3) for name, costs in real.formats.items()}
     dear = {1: real.pass_s[1], 8: 7 * real.pass_s[1]}
@@ -653,7 +649,7 @@ def test_costs_of_a_served_model_follow_its_passes_and_are_stored(
     assert after in store.cost_profiles(after.fingerprint)
 
 
-def test_trials_of_served_requests_are_stored_and_a_new_search_of_the_task_is_another(
+def test_trials_of_served_requests_are_stored_by_search(
     model: swiftopt.Model, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("swiftopt.tasks.served_task.SEARCH_TIME_SHARE", 100.0)

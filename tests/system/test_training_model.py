@@ -17,7 +17,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples" / "stream.jsonl"
 
 
 @pytest.mark.slow
-def test_seconds_of_training_beat_the_models_own_head() -> None:
+def test_brief_training_beats_the_models_head() -> None:
     prompts = read_stream(str(EXAMPLES), limit=10)
     settings = HeadSettings(max_new_tokens=32, minutes=5 / 60, epochs=1000, layers=(15, 22))
     trained = train(load("smollm2-135m", "bfloat16", "cpu"), prompts, settings)

@@ -1,4 +1,4 @@
-"""Searching while decoding, on a tiny random model."""
+"""Search during decoding, on a tiny random model."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_adopted_set_beats_the_start_on_the_windows_both_saw() -> None:
     assert [trial.step for trial in result.trials if trial.adopted] == [event.step for event in adopted]
 
 
-def test_search_ends_when_nothing_better_comes() -> None:
+def test_search_ends_without_further_improvement() -> None:
     (result,), _ = tune(stream(8), patience=12, max_steps=500, target_matchness=1.0)
     last_gain = max([trial.step for trial in result.trials if trial.adopted], default=0)
     assert result.stopped_because == "no better layer set in 12 candidates"
@@ -100,8 +100,8 @@ def test_search_ends_when_nothing_better_comes() -> None:
 
 
 @pytest.mark.parametrize("strategy", [pytest.param("random", marks=pytest.mark.families), "knapsack"])
-def test_prompts_are_tuned_on_side_by_side(strategy: str) -> None:
-    """As many begin as may run at once; candidates join other passes; the output is that of plain decoding."""
+def test_prompts_are_tuned_on_concurrently(strategy: str) -> None:
+    """The allowed number of prompts starts; candidates join other passes; the output equals plain decoding's."""
     prompts = stream(9) + stream(4, "u")
     runtime, settings = worded_runtime(), SwiftSettings(**{**SMALL, "strategy": strategy, "max_steps": 30})
     passes: list[list[int]] = []
@@ -134,8 +134,8 @@ def test_prompts_are_tuned_on_side_by_side(strategy: str) -> None:
     assert any(0 in shared and max(shared) > 0 for shared in passes)  # candidates beside somebody's own rows
 
 
-def test_prompts_side_by_side_wait_for_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in an engine: the memory holds three of eight, also where some begin in the step in which others end."""
+def test_concurrent_prompts_wait_for_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in an engine, memory holds three of eight prompts, even when some start in the step in which others end."""
     made, alive, most = Runtime.new_buffer, weakref.WeakSet[KVBuffer](), list[int]()
 
     def noting(runtime: Runtime, capacity: int, *sizes: Any) -> KVBuffer:
@@ -154,8 +154,8 @@ def test_prompts_side_by_side_wait_for_memory(monkeypatch: pytest.MonkeyPatch) -
     assert any(isinstance(event, TrialsDone) for event in events)
 
 
-def test_phase_of_prompts_side_by_side_changes_as_seldom_as_that_of_one() -> None:
-    """A window that fills up beside others that are full is no news: each event is a write to the database."""
+def test_phase_of_concurrent_prompts_changes_as_rarely_as_that_of_one() -> None:
+    """A window that fills up beside full ones causes no event, because each event is written to the database."""
     settings = SwiftSettings(**{**SMALL, "strategy": "random", "max_steps": 200, "target_matchness": 1.0})
     changes = []
     for concurrency in (1, 4):
@@ -182,7 +182,7 @@ def test_skip_ratio_is_lowered_while_acceptance_stays_low() -> None:
     assert len(sizes) > 1
 
 
-def test_set_that_leaves_nothing_out_is_never_thinned_for_low_acceptance() -> None:
+def test_set_without_skipped_sub_layers_is_unchanged_at_low_acceptance() -> None:
     settings = SwiftSettings(context_window=8, min_acceptance=1.0, min_acceptance_rounds=1)
     search = Search("t", LayerSet(4), searchable(4), settings, 0.45, flat_costs(), LayerSet(4))
     ids = worded_runtime().tokenizer("w3 w4 w5 w6")["input_ids"]
@@ -220,7 +220,7 @@ def test_batch_grows_only_while_it_makes_a_candidate_cheaper() -> None:
 
 
 @pytest.mark.parametrize("n", [0, 1, 3, 5, 9])
-def test_trimmed_keeps_a_subset_of_the_wanted_size(n: int) -> None:
+def test_trimmed_set_is_a_subset_of_the_requested_size(n: int) -> None:
     whole = LayerSet(8, frozenset({1, 3, 4, 6}), frozenset({2, 5, 6}))
     smaller = trim(whole, n)
     assert smaller.n_skipped == min(n, whole.n_skipped)
@@ -257,7 +257,7 @@ def test_guided_tuning_chooses_the_size_and_keeps_plain_output(strategy: str) ->
 
 
 def run_on(search: Search, number: int, n_tokens: int = 40, name: str = "p") -> list[Event]:
-    """Decode one more text with it; the search's events."""
+    """Decode another text with the search, and return its events."""
     rule, ending = TokenRule.of(Sampling(), None), Ending(n_tokens)
     ids, rows = [2 + number, 50, 7], search.scratch_rows
     work = decoding(worded_runtime(), ids, search.method, rule, ending, scratch_rows=rows)
@@ -269,7 +269,7 @@ def search_of(**settings: Any) -> Search:
 
 
 @pytest.mark.parametrize("strategy", ["random", "knapsack"])
-def test_reopened_search_scores_the_given_sets_first_and_forgets_what_it_knew(strategy: str) -> None:
+def test_reopened_search_scores_the_given_sets_first_and_forgets_earlier_scores(strategy: str) -> None:
     search = search_of(strategy=strategy, max_steps=6, target_matchness=1.0)
     run_on(search, 1)
     assert not search.optimising and len(search.trials) == 6
@@ -284,7 +284,7 @@ def test_reopened_search_scores_the_given_sets_first_and_forgets_what_it_knew(st
     assert len(anew) == 6 and search.stopped_because == "6 candidates were scored"
 
 
-def test_reopened_search_looks_at_its_first_set_again() -> None:
+def test_reopened_search_scores_its_first_set_again() -> None:
     search = search_of(strategy="random", max_steps=6, target_matchness=1.0)
     start = search.layer_set
     run_on(search, 1)
@@ -299,7 +299,7 @@ def test_reopened_search_looks_at_its_first_set_again() -> None:
     ]
 
 
-def test_reopened_search_goes_on_from_its_state_as_it_would_have() -> None:
+def test_reopened_search_continues_identically_from_its_state() -> None:
     search = search_of(max_steps=200)
     run_on(search, 1)
     search.reopen([LayerSet(4, frozenset({2}))])
@@ -313,8 +313,8 @@ def test_reopened_search_goes_on_from_its_state_as_it_would_have() -> None:
     assert [replace(trial, seconds=0.0) for trial in again.trials] == [replace(t, seconds=0.0) for t in search.trials]
 
 
-def test_shifts_without_end_take_no_more_than_a_share_of_the_time() -> None:
-    """A whole budget for the stream and its first shift; then known sets, and what the rounds so far have earned."""
+def test_endless_shifts_take_at_most_a_share_of_the_time() -> None:
+    """The stream and its first shift have a full budget each; later shifts have known sets and what rounds earn."""
     search = Search("t", LayerSet(4), searchable(4), SwiftSettings(**GUIDED), 0.45, flat_costs(), n_tokens=100)
     known = [LayerSet(4, frozenset({1})), LayerSet(4, frozenset({2})), LayerSet(4, frozenset(), frozenset({1}))]
     opened = list[int]()
@@ -332,7 +332,7 @@ def test_shifts_without_end_take_no_more_than_a_share_of_the_time() -> None:
     assert {t.origin for t in search.trials[-opened[-1] :]} >= {"in use", "stored"}
 
 
-def test_search_that_was_not_wanted_is_not_reopened() -> None:
+def test_search_that_is_switched_off_is_not_reopened() -> None:
     for settings in (dict(optimise=False), dict(max_steps=0)):
         search = search_of(**settings)
         because = search.stopped_because
@@ -351,12 +351,12 @@ def test_guided_search_pays_for_a_pass_only_when_half_of_its_window_is_new() -> 
 
 
 def beside_a_request(**options: int) -> tuple[Search, TokenRule, list[int]]:
-    """A random search, and the rule and the prompt of a request."""
+    """Return a random search, with the rule and the prompt of a request."""
     return search_of(strategy="random", **options), TokenRule.of(Sampling(), None), [3, 50, 7]
 
 
 @pytest.mark.parametrize("fits", [2, 0])
-def test_search_that_does_not_fit_in_memory_asks_for_less_and_the_request_goes_on(
+def test_search_beyond_memory_needs_fewer_slots_and_the_request_continues(
     fits: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     forward = Runtime.forward_together
@@ -375,7 +375,7 @@ def test_search_that_does_not_fit_in_memory_asks_for_less_and_the_request_goes_o
     assert search.stopped_because == ("20 candidates were scored" if fits else TOO_SMALL)
 
 
-def test_known_sets_whose_pass_did_not_fit_in_memory_are_scored_later(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_known_sets_are_scored_later_if_their_pass_exceeds_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     forward = Runtime.forward_together
 
     def small(runtime: Runtime, passes: Sequence[Pass]) -> list[Tensor]:
@@ -394,10 +394,10 @@ def test_known_sets_whose_pass_did_not_fit_in_memory_are_scored_later(monkeypatc
 
 
 @pytest.mark.parametrize("short", ["of a budget", "on the device"])
-def test_search_without_memory_for_its_slots_scores_as_many_candidates_as_the_text_leaves_room_for(
+def test_search_without_further_memory_uses_the_free_slots_of_the_text(
     short: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The buffer of the text alone has 104 slots; 32 candidates and the set in use want more than twice as many."""
+    """The text's buffer has 104 slots; 32 candidates and the set in use would need more than twice as many."""
     made, capacities = Runtime.new_buffer, list[int]()
 
     def small(runtime: Runtime, capacity: int, *sizes: Any) -> KVBuffer:
@@ -421,7 +421,7 @@ def test_search_without_memory_for_its_slots_scores_as_many_candidates_as_the_te
     assert tuple(tokens[3:]) == decode(worded_runtime(), ids, PLAIN, rule, Ending(60)).token_ids
 
 
-def test_candidates_keep_the_formats_of_the_set_that_the_search_starts_from() -> None:
+def test_candidates_have_the_formats_of_the_starting_set() -> None:
     start = LayerSet(4, frozenset({1}), formats=(("mlp", "stored"),))
     settings = SwiftSettings(**GUIDED, max_steps=12)
     search = Search("t", LayerSet(4), searchable(4), settings, 0.45, flat_costs(), start)

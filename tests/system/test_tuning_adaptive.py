@@ -62,7 +62,7 @@ def test_adaptive_tuning_is_lossless_and_keeps_the_formats(strategy: str) -> Non
     assert result.verdict.expected is not None  # from the drafter's own reckoning
 
 
-def test_search_that_chooses_the_size_begins_with_everything_kept() -> None:
+def test_search_that_chooses_the_size_starts_without_skipping() -> None:
     (sized,), _ = tune(strategy="knapsack")
     (fixed,), _ = tune(strategy="random")
     assert sized.trials[0].layer_set == LayerSet(4, formats=INT4)
@@ -95,7 +95,7 @@ def test_set_of_the_search_is_used_unless_another_proves_faster(
         assert result.record.matchness == (pytest.approx(sum(of_it) / len(of_it), abs=1e-4) if of_it else None)
 
 
-def test_only_sets_that_estimates_told_apart_are_timed() -> None:
+def test_only_sets_with_distinct_estimates_are_timed() -> None:
     def contenders(**settings: Any) -> list[LayerSet]:
         given = SwiftSettings(method="adaptive", draft_format="int4", **settings)
         search = Search("t", LayerSet(4), searchable(4), given, 0.5, cheap_draft_costs())
@@ -110,7 +110,7 @@ def test_only_sets_that_estimates_told_apart_are_timed() -> None:
 
 
 @pytest.mark.parametrize("share", [0.1, 0.4])
-def test_objective_of_adaptive_drafts_is_the_best_ratio_of_tokens_to_time(share: float) -> None:
+def test_objective_of_adaptive_drafts_is_the_best_tokens_per_time(share: float) -> None:
     """With chances that do not depend on the place, it is that of the best fixed length, which can be written down."""
     costs, draft = cheap_draft_costs(share), LayerSet(4, formats=INT4)
     rng = random.Random(1)
@@ -145,13 +145,13 @@ def tuned(sqlite_url: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Ru
         yield runtime, store
 
 
-def test_tuned_adaptive_plan_is_decoded_with(tuned: tuple[Runtime, Store]) -> None:
+def test_tuned_adaptive_plan_is_used(tuned: tuple[Runtime, Store]) -> None:
     runtime, store = tuned
     method, info = Planner(GenerateRequest("tiny", task="t"), runtime, store).plan_for("t")
     assert (method.name, info.method, method.layer_set) == ("adaptive", "adaptive", TUNED)
 
 
-def test_adaptive_drafts_take_the_tuned_set_although_another_plan_is_the_best(tuned: tuple[Runtime, Store]) -> None:
+def test_adaptive_drafts_use_the_tuned_set_even_if_another_plan_is_best(tuned: tuple[Runtime, Store]) -> None:
     runtime, store = tuned
     where = {"device": device_name(runtime.device), "dtype": runtime.dtype_name}
     lookup = Plan("prompt-lookup", verdict="use", measured_speedup=9.0, **where)
@@ -166,7 +166,7 @@ def test_adaptive_drafts_take_the_tuned_set_although_another_plan_is_the_best(tu
     [({}, TUNED), ({"max_draft_length": 3}, TUNED), ({"draft_format": "int8"}, LayerSet(4).filled("int8"))],
     ids=["nothing", "length", "format"],
 )
-def test_comparison_drafts_with_the_tuned_set_unless_told_a_format(
+def test_comparison_uses_the_tuned_set_unless_a_format_is_given(
     tuned: tuple[Runtime, Store], told: dict[str, Any], drafts: LayerSet
 ) -> None:
     runtime, store = tuned
@@ -178,7 +178,7 @@ def test_comparison_drafts_with_the_tuned_set_unless_told_a_format(
     assert entry.settings["max_draft_length"] == told.get("max_draft_length", 24)
 
 
-def test_swift_does_not_draft_with_a_set_that_was_found_for_adaptive_drafts(tuned: tuple[Runtime, Store]) -> None:
+def test_swift_does_not_use_a_set_tuned_for_adaptive_drafts(tuned: tuple[Runtime, Store]) -> None:
     runtime, store = tuned
     with pytest.raises(LayerSetNotFound, match="swift needs a layer set"):
         Recipes(runtime, store).of("swift", "t")
@@ -191,6 +191,6 @@ def test_swift_does_not_draft_with_a_set_that_was_found_for_adaptive_drafts(tune
         ({"draft_format": "int2"}, "draft_format int2 is out of range"),
     ],
 )
-def test_settings_that_there_are_not_are_named(settings: dict[str, Any], words: str) -> None:
+def test_unknown_settings_are_named(settings: dict[str, Any], words: str) -> None:
     with pytest.raises(SettingsError, match=words):
         SwiftSettings(**settings)

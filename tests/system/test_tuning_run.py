@@ -52,9 +52,7 @@ def attempt(store: Store, lease: Lease) -> TuningRun:
     return TuningRun(TuneRequest("m", "s"), [Prompt("a", "t", text="x")], store, claim, keeper, lambda event: None)
 
 
-def test_attempts_that_only_show_signs_of_life_have_made_no_progress(
-    store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_heartbeats_do_not_count_as_progress(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """A prompt of the verdict that always kills its worker, after more seconds than lie between two checkpoints."""
     monkeypatch.setattr(tune, "CHECKPOINT_S", 0.0)
     job, _ = store.jobs.submit(JobSpec("tune", "default", {"model": "m"}))
@@ -67,7 +65,7 @@ def test_attempts_that_only_show_signs_of_life_have_made_no_progress(
     assert store.jobs.get(job.id).state == "failed"  # the first has come to place 7, three came no further
 
 
-def test_attempt_that_moves_keeps_where_it_is(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_of_an_attempt_is_stored(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tune, "CHECKPOINT_S", 0.0)
     job, _ = store.jobs.submit(JobSpec("tune", "default", {"model": "m"}))
     run = attempt(store, Lease(job.id, 1))
@@ -80,7 +78,7 @@ def test_attempt_that_moves_keeps_where_it_is(store: Store, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize(("state", "error"), [("cancelled", JobCancelled), ("failed", JobFailed)])
-def test_local_run_says_whether_it_was_cancelled_or_counted_as_dead(
+def test_local_run_reports_whether_it_was_cancelled_or_presumed_dead(
     store: Store, tmp_path: Path, state: str, error: type[Exception]
 ) -> None:
     stream = tmp_path / "s.jsonl"
@@ -128,7 +126,7 @@ def retried(store: Store, before: Job) -> Job:
     return store.jobs.get(job.id)
 
 
-def test_local_run_that_was_interrupted_goes_on_where_it_was_when_it_is_retried(store: Store, tmp_path: Path) -> None:
+def test_interrupted_local_run_continues_when_retried(store: Store, tmp_path: Path) -> None:
     """Ctrl-C keeps the set in use as a version; that must not end its task for whoever goes on with the job."""
     before, told = interrupted(store, tmp_path)
     assert (before.state, before.n_outputs) == ("cancelled", 2)
@@ -140,7 +138,7 @@ def test_local_run_that_was_interrupted_goes_on_where_it_was_when_it_is_retried(
     assert len(store.trials(ended.id, "s")) > n_told > 0
 
 
-def test_local_run_on_a_relative_path_is_gone_on_with_in_another_folder(
+def test_local_run_on_a_relative_path_continues_in_another_folder(
     store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -150,7 +148,7 @@ def test_local_run_on_a_relative_path_is_gone_on_with_in_another_folder(
     assert ended.state == "succeeded", ended.error
 
 
-def test_run_whose_model_has_other_weights_now_is_not_gone_on_with(store: Store, tmp_path: Path) -> None:
+def test_run_does_not_continue_with_other_weights(store: Store, tmp_path: Path) -> None:
     """Half of its trials and texts would be another model's."""
     before, _ = interrupted(store, tmp_path)
     file = tmp_path / "model" / "model.safetensors"
@@ -184,7 +182,7 @@ class Away(Store):
             raise StoreUnavailable("the database is away")
 
 
-def test_costs_are_measured_once_although_the_database_is_away_before_and_after(store: Store, tmp_path: Path) -> None:
+def test_costs_are_measured_once_despite_database_outages(store: Store, tmp_path: Path) -> None:
     with Away.open(store.url) as away:
         assert isinstance(away, Away)
         away.calls = []

@@ -112,7 +112,7 @@ def test_usage_is_the_sum_of_the_answers_and_outlives_the_engine(tmp_path: Path)
         assert not [secret for secret in secrets if secret in text or secret in served.log.read_text()]
 
 
-def test_server_without_keys_tells_everybody_and_names_nobody(sqlite_url: str) -> None:
+def test_server_without_keys_shows_usage_without_names(sqlite_url: str) -> None:
     with filled(sqlite_url) as store, client_of(store) as client:
         table: UsageTable = client.app.state.swiftopt.usage  # type: ignore[attr-defined]
         table.add(None, "tiny", tokens(4, 3), 0.5)
@@ -124,7 +124,7 @@ def test_server_without_keys_tells_everybody_and_names_nobody(sqlite_url: str) -
     assert 'swiftopt_usage_prompt_tokens_total{key="",model_name="tiny"} 10.0\n' in text
 
 
-def test_usage_of_all_servers_is_told_by_day_and_no_count_is_added_twice(database_url: str) -> None:
+def test_usage_of_all_servers_is_by_day_without_double_counts(database_url: str) -> None:
     with filled(database_url) as store, client_of(store) as client, client_of(store) as other:
         tables: list[UsageTable] = [each.app.state.swiftopt.usage for each in (client, other)]  # type: ignore[attr-defined]
         tables[0].add("ci", "tiny", tokens(4, 3), 0.5)
@@ -146,7 +146,7 @@ def test_usage_of_all_servers_is_told_by_day_and_no_count_is_added_twice(databas
         assert [row.requests for row in store.usage_since("2026-01-01")] == [3, 1], "what is new at the end"
 
 
-def test_usage_waits_for_a_database_that_is_away(tmp_path: Path) -> None:
+def test_usage_is_kept_while_the_database_is_away(tmp_path: Path) -> None:
     table = UsageTable()
     table.add("ci", "tiny", tokens(4, 3), 0.5)
     with filled(str(tmp_path / "a.db")) as store:
@@ -170,7 +170,7 @@ def test_metrics_have_as_many_series_as_keys_and_models() -> None:
     assert counts == [6] * 5
 
 
-def test_role_stands_behind_the_task_of_an_entry() -> None:
+def test_role_follows_the_task_of_an_entry() -> None:
     ring = KeyRing(ENTRIES)
     assert [(key.task, key.is_admin) for key in map(ring.find, ("ci", "laptop", "ops")) if key is not None] == [
         ("notes", False),

@@ -1,4 +1,4 @@
-"""Workers as real processes, with real servers, and everything that can be done to them."""
+"""Workers as real processes with real servers: kills, signals, outages and restarts."""
 
 from __future__ import annotations
 
@@ -38,21 +38,21 @@ on_each_database = pytest.mark.parametrize(
 
 @pytest.fixture
 def here(tmp_path: Path, redis_url: str) -> Iterator[Site]:
-    """A site on SQLite."""
+    """Return a site on SQLite."""
     with site(str(tmp_path / "jobs.db"), redis_url, tmp_path, LEASE_S, is_quick=True) as found:
         yield found
 
 
 @pytest.fixture
 def anywhere(tmp_path: Path, redis_url: str, database_url: str) -> Iterator[Site]:
-    """A site on each kind of database."""
+    """Return a site on each kind of database."""
     with site(database_url, redis_url, tmp_path, LEASE_S, is_quick=True) as found:
         yield found
 
 
 @pytest.fixture
 def own_valkey() -> Iterator[Valkey]:
-    """A Valkey that the test may take down."""
+    """Start a Valkey that the test may stop."""
     with server_folder() as folder, Valkey(folder) as server:
         yield server
 
@@ -71,8 +71,8 @@ def test_burst_ends_when_the_queue_is_empty_and_the_parent_never_imports_torch(a
         assert not client.keys("rq:job:*"), "rq keeps no record of attempts that are over"
 
 
-def test_jobs_that_wait_and_run_are_what_workers_are_scaled_by(here: Site) -> None:
-    """KEDA counts the entries of the keys that its triggers name: a list, and a sorted set."""
+def test_workers_are_scaled_by_waiting_and_running_jobs(here: Site) -> None:
+    """KEDA counts the entries of a list and a sorted set, whose keys its triggers name."""
     scaled = yaml.safe_load((Path(swiftopt.__file__).parent / "deploy/kubernetes/scaled/worker.yaml").read_text())
     keys = {trigger["name"]: trigger["metadata"]["listName"] for trigger in scaled["spec"]["triggers"]}
     jobs = [here.noop(60, n) for n in range(3)]
@@ -85,13 +85,13 @@ def test_jobs_that_wait_and_run_are_what_workers_are_scaled_by(here: Site) -> No
 
 
 def states_logged(worker: WorkerProcess, job: str) -> list[tuple[str, str, str]]:
-    """Attempt, state and class of the error in each line of the job, in the worker's log."""
+    """Return attempt, state and class of the error from each line of the job in the worker's log."""
     lines = re.findall(rf"job={job} attempt=(\d+) state=(\w+)(.*)", worker.text())
     errors = (re.search(r"error=(\w+) reason=.+", more) for _, _, more in lines)
     return [(attempt, state, e[1] if e else "") for (attempt, state, _), e in zip(lines, errors, strict=True)]
 
 
-def test_log_has_a_line_of_state_and_reason_for_each_attempt_however_it_ends(here: Site) -> None:
+def test_log_has_state_and_reason_of_every_attempt(here: Site) -> None:
     worker = here.start()
     done = here.noop(0.01)
     here.ended(done)
@@ -118,7 +118,7 @@ def test_log_has_a_line_of_state_and_reason_for_each_attempt_however_it_ends(her
 
 
 @on_each_database
-def test_killed_worker_takes_its_child_along_and_its_job_runs_elsewhere(anywhere: Site) -> None:
+def test_child_of_a_killed_worker_ends_and_its_job_runs_elsewhere(anywhere: Site) -> None:
     anywhere.reconcile()
     job = anywhere.noop(60)
     first = anywhere.start()
@@ -133,7 +133,7 @@ def test_killed_worker_takes_its_child_along_and_its_job_runs_elsewhere(anywhere
 
 
 @on_each_database
-def test_sigterm_hands_the_job_back_at_once_and_ends_in_order(anywhere: Site) -> None:
+def test_sigterm_returns_the_job_and_ends_the_worker(anywhere: Site) -> None:
     job = anywhere.noop(60)
     worker = anywhere.start()
     anywhere.running(job)
@@ -157,7 +157,7 @@ def test_second_sigterm_ends_a_worker_whose_child_does_not_answer(here: Site) ->
     assert gone(child)
 
 
-def test_idle_worker_ends_on_sigterm_also_while_redis_is_away(tmp_path: Path, own_valkey: Valkey) -> None:
+def test_idle_worker_ends_on_sigterm_even_without_redis(tmp_path: Path, own_valkey: Valkey) -> None:
     with site(str(tmp_path / "jobs.db"), own_valkey.url, tmp_path, is_quick=True) as found:
         workers = [found.start(), found.start()]
         found.ended(found.noop(0))
@@ -169,7 +169,7 @@ def test_idle_worker_ends_on_sigterm_also_while_redis_is_away(tmp_path: Path, ow
 
 
 @on_each_database
-def test_child_that_slept_past_its_lease_is_replaced_and_writes_nothing(anywhere: Site) -> None:
+def test_child_with_an_expired_lease_is_replaced_and_writes_nothing(anywhere: Site) -> None:
     anywhere.reconcile()
     job = anywhere.noop(3)  # its time is over when it wakes: it would report its success
     first = anywhere.start()
@@ -201,7 +201,7 @@ def test_job_whose_child_is_killed_runs_again_and_fails_after_three_times_withou
 
 
 def tuning(found: Site, model: Path, n_prompts: int, max_new_tokens: int = 8) -> str:
-    """A tuning job; those of as many prompts are one."""
+    """Return a tuning job; jobs with the same number of prompts are equal."""
     settings = SwiftSettings(optimise=False)
     prompts = [Prompt(f"p{n}", "notes", text=f"w{n} w3 w5") for n in range(n_prompts)]
     request = TuneRequest(str(model), "notes.jsonl", settings=settings, max_new_tokens=max_new_tokens)
@@ -209,13 +209,13 @@ def tuning(found: Site, model: Path, n_prompts: int, max_new_tokens: int = 8) ->
 
 
 def processes_of(worker: WorkerProcess, jobs: list[str]) -> list[str]:
-    """Which process began each job's last attempt, by the worker's log."""
+    """Return the process that started each job's last attempt, from the worker's log."""
     lines = [line.split() for line in worker.text().splitlines() if "state=running" in line]
     return [next(words[2] for words in reversed(lines) if f"job={job}" in words) for job in jobs]
 
 
-def test_jobs_of_one_model_run_in_one_child_that_loads_it_once(here: Site, tmp_path: Path) -> None:
-    """The next job of another model gets a child of its own."""
+def test_jobs_of_one_model_share_a_child(here: Site, tmp_path: Path) -> None:
+    """The next job of another model gets another child."""
     here.reconcile()
     one, other = save(tmp_path / "one"), save(tmp_path / "other")
     jobs = [tuning(here, one, 1), tuning(here, one, 2), tuning(here, other, 1)]
@@ -228,7 +228,7 @@ def test_jobs_of_one_model_run_in_one_child_that_loads_it_once(here: Site, tmp_p
 
 
 @pytest.mark.slow
-def test_child_killed_in_its_second_job_loses_that_one_alone(here: Site, tmp_path: Path) -> None:
+def test_child_killed_in_its_second_job_loses_only_that_job(here: Site, tmp_path: Path) -> None:
     here.reconcile()
     model = save(tmp_path / "one")
     jobs = [tuning(here, model, 1), tuning(here, model, 40, 200)]
@@ -242,15 +242,15 @@ def test_child_killed_in_its_second_job_loses_that_one_alone(here: Site, tmp_pat
 
 @contextmanager
 def engine(here: Site, model: Path) -> Iterator[Served]:
-    """A server that decodes with the model, on the site's database; it knows no Redis."""
+    """Start a server of the model on the site's database, without Redis."""
     options = ("--model", f"tiny={model}", "--threads", "1")
     with serving(here.database, here.folder / "server.log", *options) as served:
         until(lambda: served.client.get("/health").status_code == 200, 60)
         yield served
 
 
-def test_jobs_of_a_served_model_run_in_its_engine_while_there_is_one(here: Site, tmp_path: Path) -> None:
-    """While requests are answered; jobs of other models go to the worker."""
+def test_jobs_of_a_served_model_run_in_its_engine(here: Site, tmp_path: Path) -> None:
+    """Requests are still answered; jobs of other models go to the worker."""
     here.reconcile()
     one, other = save(tmp_path / "one"), save(tmp_path / "other")
     body = {"model": "tiny", "prompt": "w3 w5 w7", "max_tokens": 24, "temperature": 0}
@@ -272,7 +272,7 @@ def test_jobs_of_a_served_model_run_in_its_engine_while_there_is_one(here: Site,
 
 @pytest.mark.slow
 def test_job_of_a_served_model_outlives_its_engines(here: Site, tmp_path: Path) -> None:
-    """It goes on in the next engine after one that was killed; then a worker of that machine takes it."""
+    """After a kill it continues in the next engine; then a worker of that machine takes it."""
     here.reconcile()
     one = save(tmp_path / "one")
     with engine(here, one) as served:
@@ -295,7 +295,7 @@ def test_job_of_a_served_model_outlives_its_engines(here: Site, tmp_path: Path) 
     assert here.ended(job, 120).state == "succeeded" and here.job(job).n_outputs == 40
 
 
-def test_redis_flushed_in_the_middle_loses_nothing(here: Site) -> None:
+def test_flushed_redis_loses_no_job(here: Site) -> None:
     jobs = [here.noop(1, n) for n in range(2)]
     here.start()
     here.running(jobs[0])
@@ -313,7 +313,7 @@ def test_child_killed_after_a_flush_is_still_reported(here: Site) -> None:
     here.until(lambda: "killed by signal 9" in here.reasons(job), 3)
 
 
-def test_redis_restarted_empty_and_submissions_meanwhile_lose_nothing(tmp_path: Path, own_valkey: Valkey) -> None:
+def test_redis_restarted_empty_loses_no_job(tmp_path: Path, own_valkey: Valkey) -> None:
     with site(str(tmp_path / "jobs.db"), own_valkey.url, tmp_path, is_quick=True) as found:
         jobs = [found.noop(2.5, 0), found.noop(0, 1)]
         found.start()
@@ -327,7 +327,7 @@ def test_redis_restarted_empty_and_submissions_meanwhile_lose_nothing(tmp_path: 
         assert [n_runs(found, job) for job in jobs] == [1, 1, 1]
 
 
-def test_worker_goes_on_after_a_redis_restart_that_kept_its_data(tmp_path: Path, own_valkey: Valkey) -> None:
+def test_worker_continues_after_a_restart_of_a_persistent_redis(tmp_path: Path, own_valkey: Valkey) -> None:
     with site(str(tmp_path / "jobs.db"), own_valkey.url, tmp_path, is_quick=True) as found:
         found.start()
         found.ended(found.noop(0, 0))
@@ -354,7 +354,7 @@ def test_attempt_that_died_between_queue_and_claim_is_delivered_again(here: Site
     assert here.job(job).attempt == 2
 
 
-def test_job_ends_well_when_the_database_was_away_meanwhile(
+def test_job_succeeds_after_an_outage_of_the_database(
     tmp_path: Path, redis_url: str, postgres_url: str, postgres_server: Postgres
 ) -> None:
     with site(postgres_url, redis_url, tmp_path, is_quick=True) as found:
@@ -369,7 +369,7 @@ def test_job_ends_well_when_the_database_was_away_meanwhile(
 
 
 @on_each_database
-def test_cancel_is_the_end_at_once_and_the_child_is_gone_within_seconds(anywhere: Site) -> None:
+def test_cancel_ends_the_job_at_once_and_its_child_soon(anywhere: Site) -> None:
     queued, running, next_one = anywhere.noop(60, 0), anywhere.noop(60, 1), anywhere.noop(0, 2)
     assert anywhere.service.act(queued, "cancel").state == "cancelled"
     worker = anywhere.start()
@@ -382,7 +382,7 @@ def test_cancel_is_the_end_at_once_and_the_child_is_gone_within_seconds(anywhere
 
 
 @on_each_database
-def test_job_pauses_goes_on_and_stops_as_asked(anywhere: Site) -> None:
+def test_job_is_paused_resumed_and_stopped(anywhere: Site) -> None:
     job = anywhere.noop(60)
     anywhere.start()
     anywhere.running(job)
@@ -395,7 +395,7 @@ def test_job_pauses_goes_on_and_stops_as_asked(anywhere: Site) -> None:
 
 
 class Bomb:
-    """Unpickling it leaves a file."""
+    """An object whose unpickling creates a file."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -425,7 +425,7 @@ def test_noop_job_with_a_bad_request_fails_with_the_reason_at_once(here: Site) -
     assert here.job(job.id).state == "failed" and "'long'" in str(here.job(job.id).error)
 
 
-def test_check_tells_whether_a_worker_of_this_machine_is_alive(here: Site) -> None:
+def test_check_reports_whether_a_worker_of_this_machine_is_alive(here: Site) -> None:
     servers = ["--redis", here.redis, "--db", here.database, "--name", "w"]
     before = here.run([*CLI, "--check", *servers])
     assert before.process.wait(30) == 1 and "start one with `swiftopt worker`" in before.text()

@@ -1,4 +1,4 @@
-"""Thoughts and calls as templates write them are read back as they were, token by token and however they are cut."""
+"""Thoughts and calls that templates write are parsed back unchanged, token by token and in pieces of any size."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def called(*arguments: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def written(name: str, **answer: Any) -> tuple[list[int], str, list[int]]:
-    """The prompt's tokens, and what the template writes of an answer behind it, as text and as tokens."""
+    """Return the prompt's tokens, and the answer that the template writes after it, as text and as tokens."""
     tokenizer, values = tokenizer_of(name), {"tools": list(TOOLS)}
     prompt = ChatPrompt(tokenizer, [QUESTION], values)
     messages = [QUESTION, {"role": "assistant", "content": "", **answer}]
@@ -93,7 +93,7 @@ def end(choice: Choice, ids: Sequence[int] = (), finish: FinishReason = "stop") 
 
 
 def texts_of(session: Session, ids: Sequence[int]) -> Iterator[str]:
-    """The text that each token adds, up to the end of the turn, as the engine's process sends it."""
+    """Return the text that each token adds up to the end of the turn, as the engine's process sends it."""
     ids, reason = session.ending(1000).crop([], ids)
     growing = GrowingText(session, Prompt("1", "default", token_ids=(0,)))
     for token_id in ids:
@@ -113,7 +113,7 @@ def expected(name: str, thought: str, text: str, arguments: Sequence[Any]) -> tu
 
 
 def answers(name: str) -> Iterator[tuple[str, str, list[Any]]]:
-    """A thought, a text and arguments of calls that the family's template can write."""
+    """Draw a thought, a text and arguments of calls that the family's template can write."""
     kinds = [*ARGUMENTS, *([TAGGED] if any("tags" in row or row == "seed" for row in FAMILIES[name].rows) else [])]
     yield THOUGHT, TEXT, []
     for arguments in kinds:
@@ -135,11 +135,11 @@ def test_rows_are_found_by_the_template(name: str) -> None:
     assert forms_of(FAMILIES[name].template) == FAMILIES[name].rows
 
 
-def test_every_row_is_of_a_family_here() -> None:
+def test_every_row_has_a_family_in_the_tests() -> None:
     assert {row for family in FAMILIES.values() for row in family.rows} == {*FORMS} - {"think, unclosed"}
 
 
-def test_unknown_template_has_no_row_and_is_read_as_any() -> None:
+def test_unknown_template_has_no_row_and_uses_the_general_form() -> None:
     assert forms_of("{{ messages }}") == () and merged(()).thinks == ()
     choice = begun("gemma3")
     add_all(choice, iter("<think>Hm.</think>"))
@@ -163,7 +163,7 @@ def test_answer_is_read_token_by_token(name: str) -> None:
 @pytest.mark.parametrize("name", CALLING)
 @settings(max_examples=4, deadline=None)
 @given(cuts=st.lists(st.integers(0, 400)))
-def test_answer_does_not_depend_on_the_pieces(name: str, cuts: list[int]) -> None:
+def test_answer_does_not_depend_on_how_its_text_is_split(name: str, cuts: list[int]) -> None:
     for thought, text, arguments in answers(name):
         prompt_ids, _, ids = written(name, **answer_of(thought, text, arguments))
         whole = "".join(texts_of(session_of(name), ids))
@@ -178,7 +178,7 @@ def test_answer_does_not_depend_on_the_pieces(name: str, cuts: list[int]) -> Non
 
 
 @pytest.mark.parametrize("name", CALLING)
-def test_parallel_choices_do_not_meet(name: str) -> None:
+def test_parallel_choices_are_parsed_separately(name: str) -> None:
     both = [answer_of(THOUGHT, "", [ARGUMENTS[i]]) for i in (0, 2)]
     runs = [written(name, **answer) for answer in both]
     choices = [begun(name, prompt_ids) for prompt_ids, _, _ in runs]
@@ -217,7 +217,7 @@ def test_cut_call_stays_text_and_nothing_is_lost(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", THINKING)
-def test_thought_without_an_end_is_a_thought(name: str) -> None:
+def test_unfinished_thought_is_a_thought(name: str) -> None:
     prompt_ids, completion, _ = written(name, **answer_of(THOUGHT, TEXT, []))
     cut = completion[: completion.index("weather:")]
     choice = begun(name, prompt_ids)
@@ -234,7 +234,7 @@ def test_marks_around_an_answer_are_left_out() -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in CALLING if name not in UNQUOTED])
-def test_call_that_a_text_in_arguments_spells_is_no_call(name: str) -> None:
+def test_call_spelled_within_an_argument_is_not_a_call(name: str) -> None:
     form = merged(FAMILIES[name].rows)
     _, _, ids = written(name, **answer_of(THOUGHT, "", [{"a": 2}]))
     spelled = "".join(texts_of(session_of(name), ids))
@@ -248,7 +248,7 @@ def test_call_that_a_text_in_arguments_spells_is_no_call(name: str) -> None:
     assert len(choice.calls) == 1
 
 
-def test_completion_held_to_json_has_no_thought() -> None:
+def test_completion_of_json_mode_has_no_thought() -> None:
     choice = begun("deepseek-r1")
     choice.begin(PromptRead(0, 1, forms=FAMILIES["deepseek-r1"].rows, in_thought=True, is_constrained=True))
     add_all(choice, iter('{"a": 1}'))
@@ -297,7 +297,7 @@ def test_completion_held_to_json_has_no_thought() -> None:
          {"city": "Ulm"}),
     ],
 )  # fmt: skip
-def test_ways_that_models_write_a_call(name: str, text: str, arguments: Any) -> None:
+def test_calls_are_read_in_every_form_that_models_write(name: str, text: str, arguments: Any) -> None:
     choice = begun(name)
     add_all(choice, iter(text))
     assert told(choice)[2] == ([] if arguments is None else [arguments])
@@ -327,7 +327,7 @@ def test_header_of_a_turn_begins_a_thought_or_leaves_it_to_the_model(options: di
     assert (choice.thought, choice.text) == (THOUGHT, TEXT)
 
 
-def test_line_break_behind_the_header_of_an_answer_is_no_part_of_it() -> None:
+def test_line_break_after_the_header_is_not_part_of_the_answer() -> None:
     choice = begun("hyperclova x")
     add_all(choice, iter(f"\n{TEXT}<|im_end|>"))
     assert (choice.thought, choice.text) == ("", TEXT)
@@ -351,7 +351,7 @@ def test_turn_ends_at_the_templates_token_without_a_generation_config(name: str)
     assert session.ending(9).crop([], [5, token_id, 6]) == ([5, token_id, 6], None)
 
 
-def test_marks_that_end_calls_end_a_turn_too() -> None:
+def test_end_mark_of_calls_ends_a_turn() -> None:
     for name, tokens in (
         ("gpt-oss", ["<|call|>", "<|return|>"]),
         ("glm4.5", ["<|observation|>", "<|user|>"]),
@@ -362,7 +362,7 @@ def test_marks_that_end_calls_end_a_turn_too() -> None:
         assert {*tokens} == {*tokenizer.convert_ids_to_tokens(turn_end_ids(tokenizer))}
 
 
-def test_marks_of_calls_are_left_out_where_no_tool_is_given() -> None:
+def test_marks_of_calls_are_removed_without_tools() -> None:
     _, _, ids = written("mistral-small-3.2", content=TEXT, tool_calls=called({"a": 1}))
     assert "[TOOL_CALLS]" in session_of("mistral-small-3.2").to_text(ids)
     shown = session_of("mistral-small-3.2", with_tools=False).to_text(ids)
@@ -373,12 +373,12 @@ def test_marks_of_calls_are_left_out_where_no_tool_is_given() -> None:
 
 
 @pytest.mark.parametrize("name", THINKING)
-def test_earlier_thoughts_are_given_in_the_field_that_the_template_reads(name: str) -> None:
+def test_earlier_thoughts_are_in_the_field_that_the_template_reads(name: str) -> None:
     for field in ("reasoning_content", "reasoning", "thinking"):
         assert "Hm." in written(name, tool_calls=called(ARGUMENTS[0]), **{field: "Hm."})[1]
 
 
-def test_earlier_answers_of_apertus_are_all_blocks_where_one_has_a_thought() -> None:
+def test_apertus_gets_blocks_for_all_answers_if_one_has_a_thought() -> None:
     tokenizer = tokenizer_of("apertus")
     call = {"role": "assistant", "content": "", "reasoning_content": "Hm.", "tool_calls": called({"a": 1})}
     messages = [QUESTION, call, {"role": "tool", "content": "3", "tool_call_id": "call_0"}]
@@ -395,7 +395,7 @@ def test_earlier_answers_of_apertus_are_all_blocks_where_one_has_a_thought() -> 
 
 
 @pytest.mark.parametrize("name", [name for name in FAMILIES if name not in CALLING])
-def test_template_without_calls_is_given_earlier_calls_as_text(name: str) -> None:
+def test_earlier_calls_are_text_for_a_template_without_calls(name: str) -> None:
     _, completion, ids = written(name, content=TEXT, tool_calls=called({"a": 1}))
     wrapped = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
     assert completion.startswith(f"{TEXT}\n{wrapped}")
@@ -404,7 +404,7 @@ def test_template_without_calls_is_given_earlier_calls_as_text(name: str) -> Non
     assert told(choice) == ("", TEXT, [{"a": 1}])
 
 
-def test_ids_of_kimis_calls_have_the_name() -> None:
+def test_ids_of_kimis_calls_contain_the_function_name() -> None:
     tokenizer = tokenizer_of("kimi")
     messages = [QUESTION, {"role": "assistant", "content": "", "tool_calls": called({"a": 1}, {})}]
     messages.append({"role": "tool", "content": "3", "tool_call_id": "call_1"})

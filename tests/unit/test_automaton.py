@@ -1,4 +1,4 @@
-"""The suffix automaton finds what a search of the whole text would, at a cost per token that does not grow."""
+"""The suffix automaton finds the same matches as an exhaustive search, at a constant cost per token."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TEXTS = st.one_of(
 
 
 def longest_match(text: Sequence[int]) -> int:
-    """Length of the longest end of the text that also ends earlier, by trying all."""
+    """Return the length of the longest suffix of the text that also occurs earlier, by trying all."""
     n = len(text)
     lengths = (length for length in range(n - 1, 0, -1) for end in range(length, n))
     return next((k for k in lengths if any(text[e - k : e] == text[n - k :] for e in range(k, n))), 0)
@@ -62,7 +62,7 @@ def random_text(n: int) -> list[int]:
 
 
 def copied_text(n: int) -> list[int]:
-    """Passages copied from earlier with a new token here and there, as code and chats have them."""
+    """Return a text of earlier passages with occasional new tokens, like code and chats."""
     rng, text = random.Random(4), list(range(20))
     while len(text) < n:
         start = rng.randrange(len(text))
@@ -76,7 +76,7 @@ def copied_text(n: int) -> list[int]:
     ids=["random", "copied", "one token", "periodic", "all different"],
 )
 def test_work_per_token_does_not_grow_with_the_text(make: object) -> None:
-    """Counted in links and transitions, not in seconds: the last thousands of a long text against a short one."""
+    """Counts links and transitions, for the last thousands of tokens of a long text and for a short one."""
     assert callable(make)
     text: list[int] = make(40_000)
     automaton = SuffixAutomaton(text[:4_000])

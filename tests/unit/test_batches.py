@@ -1,4 +1,4 @@
-"""How many candidates share a pass, and how many a stream is worth."""
+"""The number of candidates per pass, and per stream."""
 
 from __future__ import annotations
 

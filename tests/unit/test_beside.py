@@ -1,4 +1,4 @@
-"""Times that are compared must come from the same moment of the machine."""
+"""Times are compared only with times of the same moment."""
 
 from collections.abc import Callable
 from itertools import count
@@ -12,7 +12,7 @@ SECONDS = {"one": 1.0, "four": 1.2, "part": 0.4}
 
 
 class Machine:
-    """A clock that passes move on, by more while the machine is slow."""
+    """A clock that passes advance, by more while the machine is slow."""
 
     def __init__(self, slowness: Callable[[int], float]) -> None:
         self.now, self.slowness, self.calls = 0.0, slowness, count()

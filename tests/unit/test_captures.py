@@ -1,4 +1,4 @@
-"""Where CUDA graphs are captured, on devices that are made up."""
+"""Captures of CUDA graphs, on simulated devices."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Stream:
 
 
 class Cuda:
-    """What captures need of `torch.cuda`, after torch 2.13's own: whose `graph` leaves its stream set if it fails."""
+    """Stands in for `torch.cuda`; as in torch 2.13, `graph` leaves its stream current if it fails."""
 
     def __init__(self) -> None:
         self.now = DEVICES[0]
@@ -33,7 +33,7 @@ class Cuda:
         self.capturing: tuple[Stream, CUDAGraph] | None = None
 
     def launch(self, device: torch.device) -> None:
-        """Run a kernel, or capture it where that is what its stream does."""
+        """Run a kernel, or capture it if its stream is capturing."""
         if self.capturing is not None and self.capturing[0] is self.streams[device]:
             self.capturing[1].kernels.append(device)
 

@@ -1,4 +1,4 @@
-"""The table of short names, and where a name leads before anything is loaded."""
+"""Aliases of models, and the resolution of names before anything is loaded."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_aliases_are_lower_case_and_lead_to_hub_ids() -> None:
 
 
 def test_alias_size_agrees_with_its_name() -> None:
-    """Rounding, embeddings and marketing keep the two within a quarter of each other."""
+    """Names round their sizes and may omit embeddings, so the two agree within a quarter."""
     for name, alias in ALIASES.items():
         said = re.search(r"(\d+(?:\.\d+)?)([mb])(?:-|$)", name)
         if said is not None:

@@ -1,4 +1,4 @@
-"""Chats as prompts: what a template would leave out is refused, unless there is a form in which it reads all."""
+"""Chats as prompts: what a template would omit is refused, unless another form of it is complete."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Values that a Mamba-1 layer keeps of a row in 13 bits."""
+"""The 13-bit values that a Mamba-1 layer keeps of a row."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def bits_of(part: Tensor) -> list[int]:
 
 
 def rows_of(scale: float) -> Tensor:
-    """Rows whose exponents span some sixty steps, those below the least one as zeros or subnormal numbers."""
+    """Return rows whose exponents span about sixty steps, with zeros and subnormal numbers below."""
     generator = torch.Generator().manual_seed(0)
     spread = torch.randint(-60, 3, (40, N_VALUES), generator=generator).double()
     return (torch.randn(40, N_VALUES, generator=generator) * torch.exp2(spread) * scale).to(torch.bfloat16)
@@ -43,7 +43,7 @@ def test_trimmed_values_are_zero_far_below_the_largest_and_unchanged_above() -> 
 
 
 def _states_after(runtime: Runtime, ids: list[int]) -> tuple[Tensor, RecurrentStates]:
-    """The logits of a prompt, of which all but the last three tokens are read as text."""
+    """Return the logits of a prompt of which all but the last three tokens were prefilled."""
     buffer = runtime.new_buffer(len(ids), 3)
     runtime.prefill(ids[:-3], buffer)
     logits = runtime.forward(Rows(ids[-3:], len(ids) - 3), buffer)
@@ -67,7 +67,7 @@ def test_rows_that_the_kernels_keep_are_coded_as_torchs() -> None:
 
 
 def test_text_has_the_same_bits_whole_and_row_by_row_where_values_are_trimmed() -> None:
-    """A share of a layer's values is made far smaller than the others."""
+    """Some values of a layer are far smaller than the others."""
     runtime = native_runtime("jamba")
     for layer in runtime.hf_model.model.layers:
         if (mixer := getattr(layer, "mamba", None)) is not None:

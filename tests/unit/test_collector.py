@@ -1,4 +1,4 @@
-"""Laws of the garbage collector's times."""
+"""When Python's garbage collector runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The comparison as table and picture, on figures made by hand."""
+"""The comparison as a table and a picture, of made-up figures."""
 
 from __future__ import annotations
 

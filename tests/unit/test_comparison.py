@@ -1,4 +1,4 @@
-"""A comparison's figures and the plan they make, from runs made by hand; its requests; its energy."""
+"""A comparison's figures, its plan, its requests and its energy, from made-up runs."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ PROMPTS = [Prompt(f"p{i}", "t", text="w1") for i in range(8)]
 
 
 def runs(name: str, speeds: Sequence[float], **counts: Any) -> Runs:
-    """Ten tokens per prompt at those tokens per second."""
+    """Return runs of ten tokens per prompt with these tokens per second."""
     found = Runs(name)
     for number, tok_s in enumerate(speeds):
         done = Completion(tuple(range(10)), "", "length", name, first_tokens=1, **counts)
@@ -65,8 +65,8 @@ def test_figures_of_a_method_are_sums_over_its_prompts() -> None:
     assert got.early_share is None and got.rejected_share is None
 
 
-def test_intervals_are_over_prompts_and_not_over_their_samples() -> None:
-    """Ten samples of two prompts, one of which gains and one of which loses: nothing is sure."""
+def test_intervals_are_over_prompts_and_not_over_samples() -> None:
+    """With ten samples of two prompts, a faster and a slower one, the interval stays wide."""
     base, nlls = runs("plain", [10.0] * 20), [4.0] * 10 + [9.0] * 10
     own = runs("swift", [30.0 + i / 10 for i in range(10)] + [9.0] * 10)
     one, many = (figures(Figures("swift"), own, base, 20, lambda number, _: nlls[number], samples=n) for n in (1, 10))
@@ -76,37 +76,37 @@ def test_intervals_are_over_prompts_and_not_over_their_samples() -> None:
     assert alone.ratio_interval is None and alone.perplexity_interval is None
 
 
-def test_early_and_rejected_shares_are_of_methods_that_predict_early() -> None:
+def test_only_early_exit_methods_have_early_and_rejected_shares() -> None:
     own = runs("adadecode", [20, 30], drafted=5, accepted=3, refused=1, target_passes=6)  # one thrown away unjudged
     got = figures(Figures("adadecode"), own, runs("plain", [10, 10]), 2, None, predicts_early=True)
     assert got.early_share == pytest.approx(3 / 9) and got.rejected_share == pytest.approx(1 / 4)
     assert got.perplexity is None
 
 
-def test_a_method_is_measured_against_plain_on_the_very_prompts_that_it_decoded() -> None:
+def test_method_is_compared_with_plain_on_the_prompts_that_it_decoded() -> None:
     own = Runs("jacobi", {2: runs("jacobi", [5, 5, 5]).by_prompt[2]})
     got = figures(Figures("jacobi"), own, runs("plain", [100, 100, 10]), 3, None)
     assert got.prompts == 1 and got.ratio == pytest.approx(0.5) and got.ratio_interval is None
 
 
-def test_energy_is_not_guessed_where_one_run_was_not_measured() -> None:
+def test_energy_is_unknown_if_a_run_was_not_measured() -> None:
     own = runs("swift", [20, 20])
     own.by_prompt[1] = Run((1, 2), 1.0, None, joules=None)
     assert figures(Figures("swift"), own, runs("plain", [10, 10]), 2, None).joules_per_token is None
 
 
-def test_consistency_is_left_out_where_a_method_spends_the_seed_in_its_own_way() -> None:
+def test_consistency_is_omitted_for_methods_with_other_random_draws() -> None:
     got = figures(Figures("spd"), runs("spd", [20, 20]), runs("plain", [10, 10]), 2, None, keeps_tokens=False)
     assert got.identical is None
 
 
-def test_a_method_without_runs_says_why() -> None:
+def test_method_without_runs_has_a_reason() -> None:
     own = Runs("paradecode", error="its layers differ")
     got = figures(Figures("paradecode"), own, runs("plain", [10]), 1, None)
     assert got.ratio is None and got.reason == "its layers differ"
 
 
-def test_the_plan_is_the_best_lossless_method_whose_interval_lies_above_one() -> None:
+def test_plan_is_the_best_lossless_method_with_an_interval_above_one() -> None:
     rows = [row("mtad", 1.9, 1.5, lossy=True), row("swift", 1.5, 0.9), row("spd", 1.3, 1.1), row("jacobi", 1.2, 1.15)]
     best = best_of(rows)
     assert best is not None and best.method == "spd"
@@ -132,7 +132,7 @@ def test_rows_without_figures_come_last() -> None:
 
 
 class Clockwork:
-    """Methods whose seconds are set, not taken: the run's time is written down after it."""
+    """Methods with set seconds, which replace the measured time after each run."""
 
     def __init__(self, seconds: dict[str, float]) -> None:
         self.order: list[str] = []
@@ -158,14 +158,14 @@ def test_the_order_rotates_and_every_prompt_has_one_plain_run() -> None:
     assert all(len(found.by_prompt) == len(PROMPTS) for found in clock.interleaved.runs.values())
 
 
-def test_a_slow_method_decodes_as_many_prompts_as_fit_in_twice_plain_decodings_time() -> None:
+def test_slow_method_stops_at_twice_the_time_of_plain_decoding() -> None:
     clock = Clockwork({"plain": 1.0, "fair": 1.9, "slow": 4.0, "hopeless": 100.0})
     clock.interleaved.run()
     done = {name: len(found.by_prompt) for name, found in clock.interleaved.runs.items()}
     assert done == {"plain": 8, "fair": 8, "slow": 4, "hopeless": FEWEST}
 
 
-def test_a_method_that_fails_is_left_out_and_the_rest_goes_on() -> None:
+def test_failed_method_is_omitted_and_the_others_continue() -> None:
     def fails(prompt: Prompt) -> Decoded:
         raise UnsupportedModel("not with these layers")
 
@@ -175,7 +175,7 @@ def test_a_method_that_fails_is_left_out_and_the_rest_goes_on() -> None:
     assert len(both.runs["plain"].by_prompt) == len(PROMPTS)
 
 
-def test_ctrl_c_keeps_what_is_finished() -> None:
+def test_ctrl_c_keeps_finished_prompts() -> None:
     calls: list[str] = []
 
     def interrupted(prompt: Prompt) -> Decoded:
@@ -241,7 +241,7 @@ def test_peers_are_greedy_and_assisted_needs_a_draft_model() -> None:
         CompareRequest("m", ("plain", "hf-assisted"))
 
 
-def test_a_counter_that_wrapped_goes_on() -> None:
+def test_wrapped_counter_is_continued() -> None:
     readings = iter([900, 100])
     meter = EnergyMeter([Counter("rapl", lambda: next(readings), span=1000)])
     assert meter.source == "rapl" and meter.joules_since(meter.read()) == pytest.approx(200e-6)
@@ -252,8 +252,8 @@ def test_without_counters_energy_is_not_measured() -> None:
     assert meter.source is None and meter.joules_since(meter.read()) is None
 
 
-def test_energy_of_a_gpu_is_that_of_torchs_own_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    """NVML counts GPUs its own way, so the device is found by its id; its library is the real one, without a driver."""
+def test_energy_is_read_of_the_gpu_that_torch_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NVML numbers GPUs differently, so the device is found by its UUID. The library is real, without a driver."""
     millijoules = iter((5_000, 7_500))
     by_uuid = {"GPU-abc": "handle"}
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(uuid={1: "abc"}[index]))
@@ -266,7 +266,7 @@ def test_energy_of_a_gpu_is_that_of_torchs_own_number(monkeypatch: pytest.Monkey
     assert meter.source == "nvml" and meter.joules_since(meter.read()) == pytest.approx(2.5)
 
 
-def test_machine_without_a_driver_has_no_counter_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_machine_without_a_driver_has_no_gpu_counter(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing() -> NoReturn:
         raise pynvml.NVMLError(pynvml.NVML_ERROR_LIBRARY_NOT_FOUND)
 
@@ -286,7 +286,7 @@ def test_rapl_counts_packages_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("n_prompt", [1, 7])
-def test_nll_is_that_of_one_whole_pass(n_prompt: int) -> None:
+def test_nll_equals_that_of_a_single_pass(n_prompt: int) -> None:
     runtime = tiny_runtime("llama")
     text = torch.randint(97, (n_prompt + ROWS + 5,), generator=torch.Generator().manual_seed(1)).tolist()
     logits = runtime.hf_model(torch.tensor([text])).logits[0].float()

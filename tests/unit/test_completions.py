@@ -1,4 +1,4 @@
-"""Completions to JSON and back; and what chats say of earlier calls."""
+"""Completions to JSON and back, and earlier calls in chats."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_completion_with_a_part_missing_is_not_read(key: str) -> None:
 
 
 def chat_of(*messages: Any) -> tuple[dict[str, Any], ...]:
-    """The messages as the engine gets them."""
+    """Return the messages that the engine gets."""
     return plain_messages(AskedChat.model_validate({"model": "m", "messages": messages}).messages)
 
 
@@ -227,7 +227,7 @@ def test_form_of_a_responses_text_is_that_of_its_chat(
     ],
 )
 def test_of_many_wrong_items_the_first_is_told(form: type[BaseModel], own: dict[str, Any]) -> None:
-    """All errors of a body of a few megabytes would take gigabytes."""
+    """All errors of a body of a few megabytes would need gigabytes."""
     with pytest.raises(ValidationError) as found:
         form.model_validate({"model": "tiny", "messages": [], **own})
     assert found.value.error_count() < 10

@@ -1,4 +1,4 @@
-"""Text in chats stays text: only what the template writes becomes control tokens."""
+"""Text in chats stays text: only the template can write control tokens."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_no_part_of_a_request_becomes_a_control_token(messages: list[dict[str, A
 
 
 def test_thoughts_and_calls_of_earlier_answers_are_what_the_model_wrote() -> None:
-    """The template cuts the thought off, and the call is the token that the model wrote."""
+    """The template removes the thought, and the call has the token that the model wrote."""
     earlier = said("w", "<think>\nrain\n</think>\n\nsay <tool_call>", "w")
     expected = qwen().apply_chat_template(earlier, add_generation_prompt=True)["input_ids"]
     assert ChatPrompt(qwen(), earlier, {}).encode() == expected

@@ -1,4 +1,4 @@
-"""Finished answers as a source of drafts: what is found in them, how much memory they take, and what is forgotten."""
+"""The corpus of finished answers: which drafts it gives, how much memory it takes, and what it forgets."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def corpus_of(*answers: Sequence[int]) -> TaskCorpus:
 
 
 def followed_by(corpus: TaskCorpus, tail: Sequence[int], n: int = 50) -> list[int]:
-    """What the corpus says comes behind `tail`, token by token along one occurrence."""
+    """Return the tokens that the corpus predicts after `tail`, along one occurrence."""
     place, token_ids = CorpusPlace(corpus, list(tail[:-1])), list[int]()
     place.move(tail[-1])
     while len(token_ids) < n and (token_id := place.token_id) is not None:
@@ -56,7 +56,7 @@ def followed_by(corpus: TaskCorpus, tail: Sequence[int], n: int = 50) -> list[in
 
 @given(st.lists(st.lists(st.integers(0, 3), min_size=NGRAM + 1, max_size=40), max_size=8), st.lists(st.integers(0, 3)))
 @settings(max_examples=80, deadline=None)
-def test_the_match_is_the_longest_that_a_search_of_all_answers_finds(answers: list[list[int]], tail: list[int]) -> None:
+def test_match_equals_that_of_an_exhaustive_search(answers: list[list[int]], tail: list[int]) -> None:
     corpus, tail = corpus_of(*answers), tail[-MAX_MATCH:]
     lengths = [
         length
@@ -73,13 +73,13 @@ def test_the_match_is_the_longest_that_a_search_of_all_answers_finds(answers: li
         assert text[place - length : place] == tail[-length:] and generation.token(place) == text[place] != END
 
 
-def test_no_draft_goes_on_from_one_answer_to_the_next() -> None:
+def test_draft_does_not_continue_into_the_next_answer() -> None:
     corpus = corpus_of([1, 2, 3, 4, 5], [6, 7, 8, 9, 10])
     assert followed_by(corpus, [1, 2, 3]) == [4, 5]
     assert followed_by(corpus, [3, 4, 5]) == followed_by(corpus, [4, 5, 6]) == []
 
 
-def test_the_latest_answer_counts_until_its_token_is_refused() -> None:
+def test_latest_answer_is_followed_until_its_token_is_rejected() -> None:
     corpus = corpus_of([1, 2, 3, 4, 50], [1, 2, 3, 4, 60])
     assert followed_by(corpus, [2, 3, 4]) == [60]
     found = corpus.find([2, 3, 4], EVERY)
@@ -91,7 +91,7 @@ def test_the_latest_answer_counts_until_its_token_is_refused() -> None:
     assert followed_by(corpus, [9, 2, 3, 4]) == [60]
 
 
-def test_an_answer_that_comes_again_takes_no_memory_again() -> None:
+def test_repeated_answer_takes_no_further_memory() -> None:
     corpora, answer = Corpora(PLENTY), list(range(100))
     for lead in ([7, 8], [7, 9], [7, 9]):
         corpora.add("", "code", lead, answer)
@@ -101,15 +101,15 @@ def test_an_answer_that_comes_again_takes_no_memory_again() -> None:
     assert corpora.n_tokens == 2 + 100 + 1 + 50 + 1
 
 
-def test_the_beginning_of_an_answer_is_found_by_the_end_of_its_prompt() -> None:
+def test_start_of_an_answer_is_found_by_the_end_of_its_prompt() -> None:
     corpora = Corpora(PLENTY)
     corpora.add("", "code", [91, 92, 93], [1, 2, 3, 4])
     corpus = corpora.of("", "code")
     assert corpus is not None and followed_by(corpus, [91, 92, 93]) == [1, 2, 3, 4]
 
 
-def test_a_token_takes_32_bytes_at_most_however_full_a_generation_is() -> None:
-    """Measured as allocated memory, with all that belongs to it, for ever more answers of 200 tokens."""
+def test_token_takes_at_most_32_bytes() -> None:
+    """Measured as all allocated memory, for a growing number of answers of 200 tokens."""
     rng = random.Random(3)
     answers = [[rng.randrange(150_000) for _ in range(200)] for _ in range(400)]
     tracemalloc.start()
@@ -126,8 +126,8 @@ def test_a_token_takes_32_bytes_at_most_however_full_a_generation_is() -> None:
 
 
 @pytest.mark.parametrize("n_salts", [1, 50])
-def test_budget_holds_and_a_flood_replaces_its_own_answers(n_salts: int) -> None:
-    """It costs another key nothing, and another task of its key nothing that it does not share its names with."""
+def test_memory_stays_within_the_budget_and_a_flood_replaces_its_own_answers(n_salts: int) -> None:
+    """A flood removes no answers of another key, and none of another task of its key."""
     rng, corpora = random.Random(4), Corpora(1 << 20)
 
     def answer() -> list[int]:
@@ -147,7 +147,7 @@ def test_budget_holds_and_a_flood_replaces_its_own_answers(n_salts: int) -> None
         assert corpus is not None and all(corpus.has(each) for each in answers), task
 
 
-def test_answers_that_drafts_were_accepted_from_outlive_later_ones() -> None:
+def test_answers_with_accepted_drafts_outlive_later_ones() -> None:
     rng, corpora = random.Random(5), Corpora(1 << 18)
     used = [rng.randrange(50_000) for _ in range(500)]
     corpora.add("", "code", (), used)
@@ -174,7 +174,7 @@ def test_nothing_is_kept_without_a_budget() -> None:
 # --- in a folder
 
 
-def test_stored_answers_are_found_again_by_the_same_salt_task_and_model(tmp_path: Path) -> None:
+def test_stored_answers_belong_to_a_salt_task_and_model(tmp_path: Path) -> None:
     answers, folder = [list(range(n, n + 50)) for n in range(10)], CorpusFolder(tmp_path, "m", 1 << 20)
     corpora = Corpora(PLENTY, folder)
     for answer in answers:
@@ -196,7 +196,7 @@ def test_stored_answers_are_found_again_by_the_same_salt_task_and_model(tmp_path
         again.close()
 
 
-def test_what_is_kept_of_a_key_goes_with_it(tmp_path: Path) -> None:
+def test_answers_of_a_key_are_removed_with_it(tmp_path: Path) -> None:
     folder = CorpusFolder(tmp_path, "m", 1 << 20)
     corpora = Corpora(PLENTY, folder)
     for salt in ("ci:", "ci:x", "cd:", ":"):
@@ -208,7 +208,7 @@ def test_what_is_kept_of_a_key_goes_with_it(tmp_path: Path) -> None:
     assert {path.parent.name for path in tmp_path.rglob("*.answers")} == {"key-cd", "no-key"}
 
 
-def test_folder_takes_no_more_than_the_budget(tmp_path: Path) -> None:
+def test_folder_stays_within_the_budget(tmp_path: Path) -> None:
     rng, folder = random.Random(6), CorpusFolder(tmp_path, "m", 1 << 20)
     corpora = Corpora(1 << 18, folder)
     for _ in range(200):
@@ -233,7 +233,7 @@ for n in range(1_000_000):
 """
 
 
-def test_kill_while_an_answer_is_written_loses_that_one_at_most(tmp_path: Path) -> None:
+def test_kill_during_a_write_loses_at_most_that_answer(tmp_path: Path) -> None:
     with subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path)], stdout=subprocess.PIPE, text=True) as writer:
         assert writer.stdout is not None
         n_done = next(int(line) for line in writer.stdout if int(line) >= 40)
@@ -260,7 +260,7 @@ def test_kill_while_an_answer_is_written_loses_that_one_at_most(tmp_path: Path) 
         reread.close()
 
 
-def test_a_file_that_was_damaged_gives_the_answers_before_the_damage(tmp_path: Path) -> None:
+def test_damaged_file_gives_the_answers_before_the_damage(tmp_path: Path) -> None:
     folder = CorpusFolder(tmp_path, "m", 1 << 20)
     corpora, answers = Corpora(PLENTY, folder), [list(range(n, n + 50)) for n in range(4)]
     for answer in answers:
@@ -274,7 +274,7 @@ def test_a_file_that_was_damaged_gives_the_answers_before_the_damage(tmp_path: P
     assert corpus is not None and [corpus.has(answer) for answer in answers] == [True, True, False, False]
 
 
-def test_a_generation_grows_without_losing_a_place() -> None:
+def test_generation_grows_without_losing_entries() -> None:
     rng, generation, answers = random.Random(8), Generation(), list[list[int]]()
     while generation.capacity < 16 * FIRST_CAPACITY:
         answers.append([*(rng.randrange(300) for _ in range(rng.randrange(4, 90))), END])

@@ -1,4 +1,4 @@
-"""Laws of what a draft is worth: rates that learn, chains that end where they should, probing that gets rarer."""
+"""Laws of the value of drafts: rates learn, chains have the best length, and probes become rarer."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ WHOLE = 2.0 * N_LAYERS
 
 
 def prices(widths: dict[int, float] | None = None, share: float = 0.25) -> PassCosts:
-    """Verification costs by width, in plain passes; a draft step costs `share`."""
+    """Return prices of verification by width, in plain passes, with draft steps of `share`."""
     costs = cheap_draft_costs(share)
     passes = {n: WHOLE * cost for n, cost in (widths or {1: 1.0, 64: 1.0}).items()}
     own = CostProfile("f", "d", "t", 256, N_LAYERS, 1.0, 1.0, 0.0, 0.0, passes, costs.formats)
@@ -70,7 +70,7 @@ def test_prices_beside_other_sequences_are_those_of_the_rows_of_all() -> None:
 
 @pytest.mark.parametrize(("load", "shared"), [(1, 1.0), (2, 0.9 / 1.1), (4, (2.5 / 3) / 1.5)])
 def test_shared_part_of_a_draft_pass_is_what_it_costs_before_anybody_joins(load: int, shared: float) -> None:
-    """Passes over 1, 2 and 4 rows cost 1, 1.1 and 1.5: 0.1 for each of two, 0.5 / 3 for each of four."""
+    """Passes over 1, 2 and 4 rows cost 1, 1.1 and 1.5, so a further row costs 0.1 of two and 0.5 / 3 of four."""
     own = prices()
     own.load = load
     assert own.shared == pytest.approx(shared)
@@ -78,14 +78,14 @@ def test_shared_part_of_a_draft_pass_is_what_it_costs_before_anybody_joins(load:
 
 @given(st.floats(-2, 2), st.floats(0, 2), st.integers(1, 16))
 def test_sequences_alike_draft_where_each_gains(gain: float, shared: float, load: int) -> None:
-    """Alone a sequence drafts where it gains by it; so do several with the same gain, once they know it."""
+    """A single sequence drafts if it gains; several with the same gain do too, once they have learnt it."""
     if abs(gain) > 1e-9:
         assert DraftParticipation().pays(gain, shared, 1) == (gain > 0)
         assert DraftParticipation(max(0.0, gain + shared)).pays(gain, shared, load) == (gain > 0)
 
 
 def test_a_pass_that_pays_for_others_is_joined_for_less() -> None:
-    """It is free but for the rows of who joins it; where nobody gains, nobody makes it."""
+    """Joining costs only the further rows; if no sequence gains, none starts the pass."""
     assert DraftParticipation(gain=1.0).pays(-0.2, 0.3, 4)
     assert not DraftParticipation(gain=1.0).pays(-0.4, 0.3, 4)
     joining = DraftParticipation(gain=1.0)
@@ -107,7 +107,7 @@ def test_chain_is_as_long_as_is_worth_most(chances: list[float], step: float, ra
 
 
 def test_rule_by_lambda_finds_the_best_fixed_length() -> None:
-    """A chain of worth-by-λ, λ fed back from what it gets, comes to the best ratio of tokens to time there is."""
+    """Chains of the best value at λ, with λ updated from their results, reach the best ratio of tokens to time."""
     own, chance, step = prices({1: 1.0, 8: 1.1, 64: 3.0}), 0.9, 0.3
 
     def ratio(n: int) -> float:

@@ -1,4 +1,4 @@
-"""Laws of the Triton kernel for packed weights: each type of code as its file means it, and a row's bits its own."""
+"""Laws of the Triton kernel for packed weights: each type of code has the file's values, and rows are independent."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def there(packed: PackedBlocks) -> PackedBlocks:
 @each_type
 @pytest.mark.parametrize("dtype", [HALF, pytest.param(torch.float32, marks=pytest.mark.families)])
 def test_products_with_a_files_codes_are_those_of_its_numbers(kind: int, dtype: torch.dtype) -> None:
-    """Of an odd number of outputs; the last row has the bits that it has alone."""
+    """The number of outputs is odd, and the last row has the same bits alone."""
     tensor = made(kind, 21, 256, seed=kind)
     by = coded_map(there(packed_blocks(tensor, library())))
     x, bias = drawn(3, 256, dtype=dtype) / 16, drawn(21, seed=1, dtype=dtype)
@@ -44,7 +44,7 @@ def test_products_with_a_files_codes_are_those_of_its_numbers(kind: int, dtype: 
 
 
 def test_experts_in_mxfp4_are_those_of_their_numbers() -> None:
-    """With biases; of rows that share an expert, and rows that do not."""
+    """With biases, for rows that share an expert and rows that do not."""
     maps, numbers = mxfp4(3, 18, 96, library())
     by = coded_map(maps[0])._replace(
         codes=torch.stack([one.codes for one in maps]).to(PLACE),
@@ -64,7 +64,7 @@ def test_experts_in_mxfp4_are_those_of_their_numbers() -> None:
 
 
 def test_codes_elsewhere_than_in_this_machines_memory_are_still_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As of a map on a GPU: by the blocks of the outputs asked for."""
+    """A map on a GPU is read in blocks of the requested outputs."""
     tensor = made(14, 70, 256)
     module = BlockLinear(packed_blocks(tensor, library()), None, torch.float32)
     outputs = torch.tensor([69, 3, 17, 3])

@@ -1,4 +1,4 @@
-"""Laws of the Triton kernel for gated short convolutions: right against torch, and bits that no cut changes."""
+"""Laws of the Triton kernel for gated short convolutions: it agrees with torch, and bits do not depend on splits."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def tree(first: int, parents: Sequence[int]) -> Rows:
 @each_variant
 @pytest.mark.parametrize("dtype", [torch.float32, HALF])
 def test_rows_and_slots_are_torchs(variant: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A text, a tree after it, and rows of two layer sets, of which the second alone keeps the convolution."""
+    """A text, a tree after it, and rows of two layer sets, of which only the second runs the convolution."""
     runtime, block = made(variant, dtype)
     projected, found = drawn(N_TEXT + N_ROWS + 4, 3 * 32, dtype=dtype), list[list[torch.Tensor]]()
     for places in ((), (PLACE.type,)):
@@ -65,7 +65,7 @@ def test_rows_and_slots_are_torchs(variant: str, dtype: torch.dtype, monkeypatch
 def test_bits_do_not_depend_on_how_a_text_is_cut_nor_on_other_rows(
     variant: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whole, in pieces, row by row, and drafted in a tree whose other branch is rejected."""
+    """The text is read at once, in pieces, row by row, and as a path of a tree whose other branch is rejected."""
     monkeypatch.setattr("swiftopt.models.kernels.device.PLACES", (PLACE.type,))
     runtime, block = made(variant, HALF)
     projected, other = (drawn(8, 3 * 32, seed=seed, dtype=HALF) for seed in (0, 1))

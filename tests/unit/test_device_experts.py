@@ -1,4 +1,4 @@
-"""Laws of the Triton kernels for experts: right against torch, a row's bits its own, weights of others never read."""
+"""Laws of the Triton kernels for experts: they agree with torch, and read only the weights of chosen experts."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ ONE_LAYER = {
 
 
 def mixtures(with_attention_alone: bool = False) -> list[Any]:
-    """Parameters: the types with mixtures that the device's kernels compute; those beyond `ONE_EACH` are `families`."""
+    """Return the types whose mixtures the kernels compute; those beyond `ONE_EACH` are marked `families`."""
     others = [name for name in MIXTURES if not name.startswith(("lfm2_moe", "qwen3_next", "qwen3_5"))]
     return [
         pytest.param(name, marks=() if name in ONE_EACH else pytest.mark.families)
@@ -49,8 +49,8 @@ def mixtures(with_attention_alone: bool = False) -> list[Any]:
 
 
 @pytest.mark.parametrize("variant", mixtures())
-def test_experts_are_chosen_as_the_models_router_does(variant: str) -> None:
-    """Each token's experts and their weights, and both again for some rows alone, bit by bit."""
+def test_experts_are_chosen_as_by_the_models_router(variant: str) -> None:
+    """Tokens have the same experts and weights; for some rows alone both are bitwise equal."""
     runtime = tiny_runtime(variant, torch.float32)
     block = next(block for block in runtime.blocks if block.experts is not None)
     mlp, named = block.parts.mlp, block.experts
@@ -73,7 +73,7 @@ def test_experts_are_chosen_as_the_models_router_does(variant: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # The interpreter computes with them, too.
-def test_logits_that_are_no_numbers_choose_experts_that_there_are() -> None:
+def test_nan_logits_choose_existing_experts() -> None:
     runtime = tiny_runtime("qwen3_moe", torch.float32)
     block = runtime.blocks[1]
     assert block.experts is not None
@@ -83,7 +83,7 @@ def test_logits_that_are_no_numbers_choose_experts_that_there_are() -> None:
 
 
 def tiles_of(experts: torch.Tensor, n_experts: int) -> list[tuple[int, list[int]]]:
-    """Each tile that has choices: its expert, and the places of its choices."""
+    """Return the expert and the positions of the choices of each tile."""
     order, tiles = device_experts.shared_out(experts.to(PLACE, torch.int32), n_experts)
     expert, first, count = tiles.tolist()
     places = order.tolist()
@@ -91,8 +91,8 @@ def tiles_of(experts: torch.Tensor, n_experts: int) -> list[tuple[int, list[int]
     return [(e, places[at : at + n]) for e, at, n in zip(expert, first, count, strict=True) if n > 0]
 
 
-def test_every_choice_is_in_one_tile_of_its_expert() -> None:
-    """Enumerated: all choices of three rows among three experts; then many rows, in full tiles and what is left."""
+def test_every_choice_is_in_exactly_one_tile_of_its_expert() -> None:
+    """All choices of three rows among three experts are enumerated; then many rows, in full and partial tiles."""
     choices = [torch.tensor(one).view(-1, 1) for one in product(range(3), repeat=3)]
     generator = torch.Generator().manual_seed(0)
     choices += [torch.stack([torch.randperm(37, generator=generator)[:4] for _ in range(n)]) for n in (1, 9, 100)]
@@ -113,8 +113,8 @@ def test_every_choice_is_in_one_tile_of_its_expert() -> None:
         *(pytest.param(*one, marks=pytest.mark.families) for one in list(product(DTYPES, [False, True]))[:3]),
     ],
 )
-def test_experts_are_torchs_and_no_row_depends_on_others(dtype: torch.dtype, by_inputs: bool) -> None:
-    """With biases, and maps that lie either way; experts that no row takes are not numbers, and change nothing."""
+def test_experts_equal_torchs_and_rows_are_independent(dtype: torch.dtype, by_inputs: bool) -> None:
+    """With biases and both layouts of maps. Experts that no row chooses are NaN and have no effect."""
     n_rows, n_chosen, n_in, n_inner, n_out = 20, 2, 40, 33, 17
     shapes = ((N_EXPERTS, 2 * n_inner, n_in), (N_EXPERTS, n_out, n_inner))
     into, down = (drawn(*shape, seed=i, dtype=dtype) / shape[2] ** 0.5 for i, shape in enumerate(shapes))
@@ -152,8 +152,8 @@ def test_experts_are_torchs_and_no_row_depends_on_others(dtype: torch.dtype, by_
 
 @pytest.mark.usefixtures("few_steps")
 @pytest.mark.parametrize("variant", mixtures(with_attention_alone=True))
-def test_rows_of_a_mixture_have_the_bits_that_they_have_alone(variant: str) -> None:
-    """A chain step by step, and the same rows in one pass among rows of another branch; drafts take fewer experts."""
+def test_rows_of_a_mixture_have_the_same_bits_alone_and_together(variant: str) -> None:
+    """A chain runs step by step, and in one pass among rows of another branch; drafts choose fewer experts."""
     # Torch's functions of a CPU take what is left of their vectors another way: widths are whole vectors.
     shape: dict[str, Any] = {"num_hidden_layers": 1, "moe_intermediate_size": 32, "intermediate_size": 32}
     shape |= {name: value for name, value in ONE_LAYER.items() if name in MIXTURES[variant]}
@@ -171,7 +171,7 @@ def test_rows_of_a_mixture_have_the_bits_that_they_have_alone(variant: str) -> N
 
 
 def coded(n_out: int, n_in: int, bits: int, seed: int, is_ordered: bool) -> CodedLinear:
-    """A map by drawn codes in groups of 32 inputs, which may be in another order."""
+    """Return a map with random codes in groups of 32 inputs, which may be permuted."""
     draw = torch.Generator().manual_seed(seed)
     codes = torch.randint(0, 1 << bits, (n_out, n_in), dtype=torch.uint8, generator=draw)
     scales = (torch.rand((n_out, n_in // 32), generator=draw) + 0.5) / ((1 << bits) * n_in**0.5)
@@ -196,10 +196,10 @@ def coded(n_out: int, n_in: int, bits: int, seed: int, is_ordered: bool) -> Code
         ),
     ],
 )
-def test_experts_by_codes_are_those_of_their_numbers(bits: int | None, variant: str, is_ordered: bool) -> None:
-    """Rows have the bits that they have alone; codes and scales of a layer lie in one tensor each afterwards.
+def test_coded_experts_equal_experts_with_decoded_weights(bits: int | None, variant: str, is_ordered: bool) -> None:
+    """Rows have the same bits alone. Afterwards the codes and scales of a layer are one tensor each.
 
-    Without a number of bits they are MXFP4, and the model has biases and gates by turns.
+    Without a number of bits the codes are MXFP4, and the model has biases and interleaved gates.
     """
     shape: dict[str, Any] = {"num_hidden_layers": 1, "moe_intermediate_size": 32, "intermediate_size": 32}
     shape |= {name: value for name, value in ONE_LAYER.items() if name in MIXTURES[variant]}
@@ -229,7 +229,7 @@ def test_experts_by_codes_are_those_of_their_numbers(bits: int | None, variant: 
     assert torch.equal(rows, torch.stack(steps))
 
 
-def test_experts_of_another_form_say_so() -> None:
+def test_unsupported_form_of_experts_is_named() -> None:
     runtime = tiny_runtime("qwen3_moe", torch.float32)
     experts: Any = runtime.blocks[1].parts.mlp.get_submodule("experts")
     experts.down_proj.data = experts.down_proj.data.to(torch.float16)

@@ -1,4 +1,4 @@
-"""How Triton kernels are launched: their number in a layer, the device of each, and that all compile without a GPU."""
+"""Launches of Triton kernels: their number per layer and their device; all compile without a GPU."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ CALLED_BY_KERNELS = {
 
 
 class Operations(TorchDispatchMode):
-    """Notes the names of torch's operations that compute something."""
+    """Records the names of torch's operations that compute something."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class Operations(TorchDispatchMode):
 
 
 def test_a_layer_is_four_maps_and_five_other_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kernels and torch's operations in a pass of three layers less those of two."""
+    """Counted as the kernels and operations in a pass of three layers minus those of two."""
     launched = list[str]()
     for name, owner in kernels_by_module().items():
         note = partial(lambda name, *_, **__: launched.append(name), name)
@@ -74,14 +74,14 @@ def test_a_layer_is_four_maps_and_five_other_kernels(monkeypatch: pytest.MonkeyP
 
 
 def kernels_by_module() -> dict[str, Any]:
-    """Every Triton kernel's name, and the module that has it."""
+    """Return the name of every Triton kernel with its module."""
     modules = (device, device_attention, device_codes, device_convolutions, device_experts, device_states)
     kernels = {name: of for of in modules for name, each in vars(of).items() if isinstance(each, KernelInterface)}
     return {name: of for name, of in kernels.items() if name not in CALLED_BY_KERNELS}
 
 
 class Guard:
-    """As much of `torch.cuda.device_of` as a launch sees: the tensors whose devices are current."""
+    """Stands in for `torch.cuda.device_of`, and records the tensors whose device is current."""
 
     current: ClassVar[list[torch.Tensor]] = []
 
@@ -96,7 +96,7 @@ class Guard:
 
 
 def test_every_kernel_is_launched_where_its_tensors_lie(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tensors without data, and kernels that note which tensor's device is the current one."""
+    """Tensors have no data, and the kernels record the current tensor's device."""
     launched = dict[str, torch.Tensor]()
     kernels = kernels_by_module()
     for name, owner in kernels.items():

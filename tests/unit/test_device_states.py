@@ -1,4 +1,4 @@
-"""Laws of the Triton kernels for states: right against torch's rules, and bits that no cut of a text changes."""
+"""Laws of the Triton kernels for states: they agree with torch, and bits do not depend on how a text is split."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def made(variant: str, dtype: torch.dtype) -> tuple[Runtime, StateRule, int]:
 
 
 def given(states: RecurrentStates, layer: int, rule: StateRule, rows: StateRows) -> torch.Tensor:
-    """Return what rows read of the state, beside what the convolution gives where this is asked for before it."""
+    """Return what rows read of the state, and the convolution's output where it is computed first."""
     convolved = []
     if isinstance(rule, ValueSteps):
         alone = rows._replace(inputs=rows.inputs[:, : rule.form.n_convolved])
@@ -69,7 +69,7 @@ TREE = [-1, 0, 0, 2, -1]
 
 
 def rounds(states: RecurrentStates, layer: int, rule: StateRule, inputs: torch.Tensor) -> list[torch.Tensor]:
-    """Read a text in two pieces, run a tree of which a path is accepted, and then the next rows."""
+    """Read a text in two pieces, then a tree of which a path is accepted, then further rows."""
     outs = [given(states, layer, rule, StateRows(inputs[:2], range(2), None, True))]
     states.commit(2)
     outs.append(given(states, layer, rule, StateRows(inputs[2:N_TEXT], range(2, N_TEXT), None, True)))
@@ -107,7 +107,7 @@ def test_states_and_rows_are_torchs(
 
 @each_variant
 def test_bits_do_not_depend_on_how_a_text_is_cut_nor_on_other_rows(variant: str, by_kernels: None) -> None:
-    """Whole, in pieces, decoded, and drafted in a tree whose other branches are rejected."""
+    """The text is read at once, in pieces, by token, and as a path of a tree whose other branches are rejected."""
     runtime, rule, layer = made(variant, HALF)
     if isinstance(rule, ValueSteps):  # Torch's product may round a row by the rows beside it.
         rule.step_map.forward = partial(device.linear, weight=rule.step_map.weight)
@@ -147,7 +147,7 @@ def test_bits_do_not_depend_on_how_a_text_is_cut_nor_on_other_rows(variant: str,
 @pytest.mark.families
 @pytest.mark.parametrize("variant", ["qwen3_next", "falcon_h1", "jamba"])
 def test_models_compute_by_them(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A prompt, steps, and rows of a tree, as by torch; and each layer's rows go through the kernels."""
+    """A prompt, single steps and rows of a tree agree with torch, and every layer runs the kernels."""
     prompt, chain = [5, 9, 3], [4, 8]
     answers: list[Any] = []
     calls, take = list[int](), device_states.take

@@ -1,4 +1,4 @@
-"""The files under docker/ are held to laws by reading them: no container engine is needed."""
+"""The files under docker/ are checked by reading them, without a container engine."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ Instruction = tuple[str, str]
 
 
 def instructions(name: str) -> list[Instruction]:
-    """(instruction, value) in order, without comments; continued lines are joined."""
+    """Return each (instruction, value) in order, without comments and with continued lines joined."""
     parsed = DockerfileParser(fileobj=io.BytesIO((DOCKER / name).read_bytes())).structure
     return [(entry["instruction"], entry["value"]) for entry in parsed if entry["instruction"] != "COMMENT"]
 
 
 def stages(name: str) -> list[list[Instruction]]:
-    """The instructions of each stage; its FROM comes first."""
+    """Return the instructions of each stage, its FROM first."""
     found: list[list[Instruction]] = []
     for instruction in instructions(name):
         if instruction[0] == "FROM":
@@ -51,7 +51,7 @@ def values(stage: list[Instruction], instruction: str) -> list[str]:
 
 
 def pip_installs(text: str) -> list[tuple[str, str]]:
-    """(constraint file, requirement) of every `pip … install` in the text, in order."""
+    """Return (constraint file, requirement) of every `pip … install` in the text."""
     found = []
     for line in re.findall(r"pip\b.*? install (.*)", text):
         words = shlex.split(line)
@@ -90,7 +90,7 @@ def test_dockerfile_has_no_lint(name: str) -> None:
     assert (done.returncode, done.stdout) == (0, "")
 
 
-def test_linter_would_find_a_mistake(tmp_path: Path) -> None:
+def test_linter_finds_a_mistake(tmp_path: Path) -> None:
     (tmp_path / "Dockerfile").write_text("FROM python:latest\nCMD python\n", encoding="utf-8")
     hadolint = Path(sys.executable).with_name("hadolint")
     done = subprocess.run([hadolint, tmp_path / "Dockerfile"], capture_output=True, text=True, check=False)
@@ -106,14 +106,14 @@ def test_compose_files_fit_the_compose_specification() -> None:
     assert schema_check(*(DOCKER / name for name in COMPOSE)) == 0
 
 
-def test_schema_would_find_a_mistake(tmp_path: Path) -> None:
+def test_schema_check_finds_a_mistake(tmp_path: Path) -> None:
     wrong = tmp_path / "compose.yaml"
     wrong.write_text(yaml.safe_dump({"services": {"api": {"image": "x", "healthchek": {}}}}), encoding="utf-8")
     assert schema_check(wrong) == 1
 
 
 @pytest.mark.parametrize("script", ["swiftopt.sh", "check_install.sh"])
-def test_script_parses_and_can_be_run(script: str) -> None:
+def test_script_parses_and_is_executable(script: str) -> None:
     path = DOCKER / script
     shell = path.read_text(encoding="utf-8").splitlines()[0].removeprefix("#!").split()[-1]
     assert subprocess.run([shell, "-n", path], check=False).returncode == 0 and os.access(path, os.X_OK)
@@ -164,7 +164,7 @@ def test_image_is_labelled_with_this_version_and_base(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", DOCKERFILES)
-def test_everything_that_is_copied_exists(name: str) -> None:
+def test_copied_files_exist(name: str) -> None:
     copies = [shlex.split(value) for stage in stages(name) for value in values(stage, "COPY")]
     assert copies and not any(values(stage, "ADD") for stage in stages(name))
     sources = [word for words in copies if not any(w.startswith("--from") for w in words) for word in words[:-1]]
@@ -172,7 +172,7 @@ def test_everything_that_is_copied_exists(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["Dockerfile.cpu", "Dockerfile.cuda"])
-def test_image_installs_what_the_makefile_installs_without_dev_tools(name: str) -> None:
+def test_image_installs_the_makefiles_packages_without_dev_tools(name: str) -> None:
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8").split("$(VENV)/.ready:")[-1].split("\n\n")[0]
     ours = pip_installs("\n".join(values(stages(name)[0], "RUN")))
     theirs = [(file, requirement.replace(".[dev]", ".")) for file, requirement in pip_installs(makefile)]
@@ -188,7 +188,7 @@ def test_every_dependency_of_the_image_is_pinned() -> None:
     assert sorted({plain(line) for line in PROJECT["project"]["dependencies"]} - pinned) == []
 
 
-def test_image_of_the_api_installs_dependencies_of_the_package_and_none_of_models() -> None:
+def test_api_image_installs_no_dependencies_of_models() -> None:
     lines = (DOCKER / "api.txt").read_text(encoding="utf-8").splitlines()
     named = {line for line in lines if not line.startswith("#")}
     known = {re.split(r"[<>=! ;]", line)[0] for line in PROJECT["project"]["dependencies"]}
@@ -198,7 +198,7 @@ def test_image_of_the_api_installs_dependencies_of_the_package_and_none_of_model
 
 
 @pytest.mark.wing(*WINGS)
-def test_docker_ignore_lets_the_package_through_and_nothing_else() -> None:
+def test_docker_ignore_admits_only_the_package() -> None:
     lines = (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines()
     allowed = {line[1:] for line in lines if line.startswith("!")}
     packages = {path.parent.name for path in ROOT.glob("*/__init__.py")}
@@ -220,7 +220,7 @@ def test_docker_ignore_lets_the_package_through_and_nothing_else() -> None:
 
 
 def run_inside(tmp_path: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Runs swiftopt.sh with a stand-in for the installed program that prints what it was given."""
+    """Run swiftopt.sh with a stand-in for the program, which prints its environment and arguments."""
     program = tmp_path / "program"
     program.write_text(
         '#!/bin/sh\nprintf \'%s|%s|%s\' "$PGPASSWORD" "${SWIFTOPT_REDIS_URL-none}" "$*"\n', encoding="utf-8"
@@ -232,13 +232,13 @@ def run_inside(tmp_path: Path, **environment: str) -> subprocess.CompletedProces
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
 
 
-def test_secret_is_read_from_its_file_whatever_it_holds(tmp_path: Path) -> None:
+def test_secret_file_is_read_with_any_content(tmp_path: Path) -> None:
     (tmp_path / "secret").write_text("p$(id) 'q\" *\\n\n", encoding="utf-8")
     done = run_inside(tmp_path, PGPASSWORD_FILE=str(tmp_path / "secret"), PGPASSWORD="other")
     assert (done.stdout, done.stderr) == ("p$(id) 'q\" *\\n|none|worker --queue a b", "")
 
 
-def test_variable_without_a_file_stays_as_it_is(tmp_path: Path) -> None:
+def test_variable_without_a_file_is_unchanged(tmp_path: Path) -> None:
     done = run_inside(tmp_path, PGPASSWORD="x", SWIFTOPT_REDIS_URL="redis://valkey")
     assert done.stdout == "x|redis://valkey|worker --queue a b"
 
@@ -258,13 +258,13 @@ def test_only_the_api_is_published_and_only_on_loopback() -> None:
     assert not any("ports" in entry or "network_mode" in entry for entry in services("compose.gpu.yaml").values())
 
 
-def test_databases_have_no_way_in_or_out_but_the_internal_network() -> None:
+def test_databases_are_only_on_the_internal_network() -> None:
     assert compose()["networks"]["backend"] == {"internal": True}
     for name in ("valkey", "postgres", "migrate"):
         assert services()[name]["networks"] == ["backend"]
 
 
-def test_service_starts_after_what_it_needs_is_healthy() -> None:
+def test_service_starts_after_its_dependencies_are_healthy() -> None:
     needs = {name: entry.get("depends_on", {}) for name, entry in services().items()}
     for name, wanted in needs.items():
         for other, how in wanted.items():
@@ -276,7 +276,7 @@ def test_service_starts_after_what_it_needs_is_healthy() -> None:
     assert set(needs["migrate"]) == {"postgres"}
 
 
-def test_queue_keeps_what_it_was_given() -> None:
+def test_queue_is_persistent() -> None:
     command = services()["valkey"]["command"]
     options = dict(zip(command[1::2], command[2::2], strict=True))
     assert options["--appendonly"] == "yes" and options["--appendfsync"] == "everysec"
@@ -284,7 +284,7 @@ def test_queue_keeps_what_it_was_given() -> None:
     assert "valkey:/data" in services()["valkey"]["volumes"]
 
 
-def test_named_volumes_and_secrets_are_declared_and_no_other() -> None:
+def test_declared_volumes_and_secrets_are_those_in_use() -> None:
     mounts = [mount for entry in services().values() for mount in entry.get("volumes", ())]
     named = {mount.split(":")[0] for mount in mounts if mount[0].isalpha()}
     assert named == set(compose()["volumes"]) == {"models", "postgres", "valkey"}
@@ -296,7 +296,7 @@ def test_folders_of_the_host_are_mounted_read_only() -> None:
     assert len(mounts) == 2 and all(mount.endswith(":ro") for mount in mounts)
 
 
-def test_no_file_holds_a_secret() -> None:
+def test_no_file_contains_a_secret() -> None:
     texts = {name: (DOCKER / name).read_text(encoding="utf-8") for name in (*COMPOSE, *DOCKERFILES, ".env.example")}
     for name, text in texts.items():
         assert re.findall(r"://[^\s/]*:[^\s/]*@", text) == [], name
@@ -305,20 +305,20 @@ def test_no_file_holds_a_secret() -> None:
     assert all(secret["file"].startswith("${SWIFTOPT_SECRETS_DIR") for secret in compose()["secrets"].values())
 
 
-def test_local_secrets_stay_out_of_git_and_images() -> None:
+def test_local_secrets_are_excluded_from_git_and_images() -> None:
     ignored = (DOCKER / ".gitignore").read_text(encoding="utf-8").split()
     assert {"/.env", "/keys/", "/secrets/"} <= set(ignored)
 
 
 @pytest.mark.parametrize("name", OUR_SERVICES)
-def test_our_containers_are_hardened(name: str) -> None:
+def test_containers_are_hardened(name: str) -> None:
     entry = services()[name]
     assert entry["read_only"] is True and entry["cap_drop"] == ["ALL"] and entry["init"] is True
     assert entry["security_opt"] == ["no-new-privileges:true"] and "privileged" not in entry
 
 
 @pytest.mark.parametrize("entry", every_service())
-def test_service_builds_one_of_our_images_or_pulls_a_pinned_tag(entry: dict[str, Any]) -> None:
+def test_service_builds_an_image_or_pulls_a_pinned_tag(entry: dict[str, Any]) -> None:
     if "build" in entry:
         assert (DOCKER / entry["build"]["context"]).resolve() == ROOT
         assert (ROOT / entry["build"]["dockerfile"]).is_file()
@@ -329,18 +329,18 @@ def test_service_builds_one_of_our_images_or_pulls_a_pinned_tag(entry: dict[str,
         assert re.fullmatch(r"[\w./-]+:\d[\w.-]*", entry["image"])
 
 
-def test_worker_gets_time_to_hand_its_job_back_and_is_started_again() -> None:
+def test_worker_has_time_to_return_its_job_and_is_restarted() -> None:
     worker = services()["worker"]
     assert worker["stop_grace_period"] == "2m" and worker["restart"] == "unless-stopped"
     assert worker["healthcheck"]["test"] == ["CMD", "swiftopt", "worker", "--check"]
 
 
-def test_api_is_ready_when_readyz_says_so() -> None:
+def test_health_check_of_the_api_is_readyz() -> None:
     assert "/readyz" in " ".join(services()["api"]["healthcheck"]["test"])
     assert services()["api"]["environment"]["SWIFTOPT_API_KEYS_FILE"].startswith("/etc/swiftopt/keys/")
 
 
-def test_one_worker_has_one_gpu_of_its_own() -> None:
+def test_each_worker_has_its_own_gpu() -> None:
     gpus = []
     for name, entry in services("compose.gpu.yaml").items():
         (device,) = entry["deploy"]["resources"]["reservations"]["devices"]
@@ -351,7 +351,7 @@ def test_one_worker_has_one_gpu_of_its_own() -> None:
     assert gpus == sorted(set(gpus)) and len(gpus) >= 2
 
 
-def test_example_of_the_environment_names_every_variable_with_its_default() -> None:
+def test_env_example_lists_every_variable_with_its_default() -> None:
     text = "".join((DOCKER / name).read_text(encoding="utf-8") for name in COMPOSE)
     used = dict(re.findall(r"\$\{(\w+):-([^}]*)\}", text))
     lines = (DOCKER / ".env.example").read_text(encoding="utf-8").splitlines()

@@ -1,4 +1,4 @@
-"""The documentation is held to the code: pages agree with what they describe, commands parse, examples run."""
+"""The documentation agrees with the code: pages match what they describe, commands parse, examples run."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_readme_is_read_at_a_glance() -> None:
     assert not re.search(r"\b(until \d{4}-|since then|no longer|earlier versions?)", prose)
 
 
-def test_walk_of_a_newcomer_takes_every_block_that_can_be_run() -> None:
+def test_walkthrough_runs_every_runnable_block() -> None:
     taken = list(walkthrough.steps())
     assert [step.text for step in taken[:2]] == ["make demo", "make test"] and set(walkthrough.SKIPPED) == {"make test"}
     pages = [ROOT / page for page in walkthrough.PAGES]
@@ -98,7 +98,7 @@ def test_walk_of_a_newcomer_takes_every_block_that_can_be_run() -> None:
         ("swiftopt serve --oops", "come up"),
     ],
 )
-def test_walk_ends_with_the_command_that_fails(
+def test_walkthrough_ends_at_the_command_that_fails(
     text: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "Makefile").write_text("demo:\n\t@seq 61\n")
@@ -110,7 +110,7 @@ def test_walk_ends_with_the_command_that_fails(
 # --- the command line's page
 
 
-def test_command_page_is_what_the_generator_prints() -> None:
+def test_command_page_equals_the_generators_output() -> None:
     assert CLI.read_text(encoding="utf-8") == cli_page(), RENEW
 
 
@@ -121,7 +121,7 @@ def test_command_page_does_not_depend_on_terminal_and_configuration(monkeypatch:
     assert cli_page() == before
 
 
-def test_command_page_knows_every_exit_code() -> None:
+def test_command_page_lists_every_exit_code() -> None:
     def codes(error: type[SwiftoptError]) -> set[int]:
         return {error.exit_code}.union(*map(codes, error.__subclasses__()))
 
@@ -132,7 +132,7 @@ def test_command_page_knows_every_exit_code() -> None:
 
 
 def command_lines() -> list[tuple[str, list[str]]]:
-    """(page, words) of every `swiftopt …` line in a fence without a language."""
+    """Return (page, words) of every `swiftopt …` line in a fence without a language."""
     blocks = [(path.name, block) for path in PAGES for block in fences(path, "")]
     lines = [(name, line) for name, block in blocks for line in block.replace("\\\n", " ").splitlines()]
     return [(name, shlex.split(line)[1:]) for name, line in lines if line.startswith("swiftopt ")]
@@ -156,7 +156,7 @@ FILLED = {"kind": "heads", "command": "layers search", "verb": "cancel", "option
 
 
 def literals(path: Path) -> Iterator[str]:
-    """Every text in a file's code, whole, with its inserted values filled in."""
+    """Return every string in a file's code, with its inserted values filled in."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.JoinedStr):
             filled = (FILLED.get(ast.unparse(part.value), "VALUE") for part in node.values if not is_text(part))
@@ -173,7 +173,7 @@ def is_text(node: ast.AST) -> TypeGuard[ast.Constant]:
 
 
 def named_commands() -> set[tuple[str, str]]:
-    """(file, command line without `swiftopt`) of every command that a message, a hint, a page or the manual names."""
+    """Return (file, command line without `swiftopt`) of every command that messages, pages and the manual name."""
     texts = [(path, text_of(str(path.relative_to(ROOT)))) for path in [*PAGES, *ROOT.glob("server/**/*.html")]]
     packages = [path.parent for path in sorted(ROOT.glob("*/__init__.py")) if path.parent.name != "bench"]
     rooms = (path for package in packages for path in package.glob("**/*.py"))
@@ -187,7 +187,7 @@ def named_commands() -> set[tuple[str, str]]:
 
 
 @pytest.mark.parametrize(("where", "line"), sorted(named_commands()), ids=lambda value: str(value)[:60])
-def test_command_that_is_named_to_somebody_exists_with_its_options(where: str, line: str) -> None:
+def test_commands_named_in_texts_exist_with_their_options(where: str, line: str) -> None:
     words = [word for word in shlex.split(line.replace("…", "")) if word not in ("…", "...")]
     command: click.Command = program
     context = click.Context(command)
@@ -203,7 +203,7 @@ def test_command_that_is_named_to_somebody_exists_with_its_options(where: str, l
         parser.parse_args([*words, "VALUE"])
 
 
-def test_commands_are_named_by_messages_templates_and_docs() -> None:
+def test_messages_templates_and_docs_name_commands() -> None:
     places = {where for where, _ in named_commands()}
     assert {"operations.md", "jobs_part.html", "requests.py", "jobs.py"} <= places
 
@@ -234,14 +234,14 @@ def test_file_named_in_the_docs_exists() -> None:
     assert named and sorted(name for name in named if not (ROOT / name).is_file()) == []
 
 
-def test_manual_tells_the_words_of_every_deviation() -> None:
+def test_manual_quotes_every_deviation() -> None:
     told = text_of("docs/how-it-works.md")
     assert len(list(deviations())) > 20
     assert [(file, said) for file, said in deviations() if not said.endswith((".", ")")) or len(said) < 40] == []
     assert manual_page(told) == told, RENEW
 
 
-def test_tables_of_thoughts_and_calls_are_those_that_are_parsed() -> None:
+def test_tables_of_thoughts_and_calls_equal_the_parsers_forms() -> None:
     told = SERVING.read_text(encoding="utf-8")
     assert "| models | a call is | body |" in told and serving_page(told) == told, RENEW
 
@@ -259,7 +259,7 @@ def test_manual_explains_every_word_of_the_types() -> None:
     assert len(words) == 13 and [word for word in words if f"| `{word}` |" not in text_of("docs/how-it-works.md")] == []
 
 
-def test_architecture_has_every_room_of_the_package() -> None:
+def test_architecture_page_lists_every_package() -> None:
     rooms = text_of("docs/architecture.md").partition("## The rooms")[2].partition("\n## ")[0]
     known = [
         name for line in re.findall(r"^\| ([^|]+) \|", rooms, re.MULTILINE) for name in re.findall(r"`(\w+)/`", line)
@@ -294,14 +294,14 @@ def test_site_is_built_without_a_warning_and_loads_nothing_from_other_hosts(tmp_
 
 
 def method_sections() -> dict[str, str]:
-    """The text of each method's section, by name, in the page's order."""
+    """Return the text of each method's section by name, in the page's order."""
     found = re.findall(r"^## `([\w-]+)`\n(.*?)(?=^## |\Z)", text_of("docs/methods.md"), re.MULTILINE | re.DOTALL)
     assert len(found) == len(dict(found))
     return dict(found)
 
 
 def quoted_defaults(section: str, what: str = "setting") -> dict[str, Any]:
-    """Setting -> default of the table `setting | default | meaning`."""
+    """Return the default of each setting from the table `setting | default | meaning`."""
     table = section.partition(f"| {what} | default |")[2].partition("\n\n")[0]
     rows = re.findall(r"^\| `(\w+)` \| ([^|]+) \|", table, re.MULTILINE)
     return {name: None if default == "none" else json.loads(default) for name, default in rows}
@@ -313,7 +313,7 @@ def test_methods_page_has_a_section_and_a_row_per_method() -> None:
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_methods_page_says_of_each_what_it_promises_needs_and_comes_from(name: str) -> None:
+def test_methods_page_states_promise_needs_and_source_of_each(name: str) -> None:
     info, section = METHODS[name], method_sections()[name]
     (row,) = re.findall(rf"^\| `{name}` \| (\w+) \| ([^|]+) \|", text_of("docs/methods.md"), re.MULTILINE)
     assert row[0] == ("lossy" if info.lossy else "lossless")
@@ -384,7 +384,7 @@ def test_python_example_runs(
 
 
 def result(**changes: Any) -> dict[str, Any]:
-    """A result file's object with a method that wins and one that loses; the figures are made up."""
+    """Return a result file's object with a faster and a slower method; the figures are made up."""
 
     def method(name: str, ratio: float, **more: Any) -> dict[str, Any]:
         figures = {"tok_s": 10 * ratio, "ratio": ratio, "ratio_interval": [ratio - 0.1, ratio + 0.1]}
@@ -418,7 +418,7 @@ def test_table_agrees_with_the_result_files(page: Path, made: Callable[[], str])
 
 
 @pytest.mark.parametrize("entry", papers.PAPERS, ids=lambda entry: entry.key)
-def test_every_repeated_table_is_a_command_that_swiftopt_takes(entry: papers.Repeated) -> None:
+def test_commands_of_repeated_tables_parse(entry: papers.Repeated) -> None:
     assert (ROOT / entry.example).exists()
     if entry.module == "swiftopt":
         check_words(papers.command_of(entry, "smollm2-135m", None, 6))
@@ -437,7 +437,7 @@ def check_words(words: list[str]) -> None:
     command.make_context(command.name, words)  # a usage error would be raised
 
 
-def test_charts_of_readme_and_manual_are_those_of_the_result_files() -> None:
+def test_charts_of_readme_and_manual_match_the_result_files() -> None:
     found = charts()
     assert [chart.path.name for chart in found] == ["served.svg", "agents.svg", "rivals.svg"]
     assert [chart.path for chart in found if not chart.is_current] == [], "run: python -m swiftopt.bench.tables --write"
@@ -451,7 +451,7 @@ def test_charts_of_readme_and_manual_are_those_of_the_result_files() -> None:
     assert all(f">{row['row']}<" in rivals for row in found[2].report["results"])
 
 
-def test_chart_of_other_data_is_out_of_date(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chart_is_out_of_date_when_its_data_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     chart = next(chart for chart in charts() if chart.path.name == "rivals.svg")
     mine = replace(chart, path=tmp_path / "rivals.svg")
     assert not mine.is_current
@@ -463,7 +463,7 @@ def test_chart_of_other_data_is_out_of_date(tmp_path: Path, monkeypatch: pytest.
     assert main(["--check"]) == 1
 
 
-def test_table_shows_every_row_those_that_lose_among_them(tmp_path: Path) -> None:
+def test_table_shows_every_row_even_slower_ones(tmp_path: Path) -> None:
     lines = table(put(tmp_path, "2026-01-02-abc1234-cpu.json", result())).splitlines()
     where = "cpu\\|x, float32 | [abc1234](results/2026-01-02-abc1234-cpu.json) |"
     assert lines[2] == f"| tiny | notes, 4 prompts, 16 tokens | plain | 10.0 | 1 (base) | – | – | 3/4 | {where}"
@@ -492,14 +492,14 @@ def test_short_table_has_the_rows_that_a_headline_names(tmp_path: Path) -> None:
     assert short_table(tmp_path / "absent") == NO_RESULTS
 
 
-def test_table_takes_the_task_from_the_command_and_says_when_a_search_ran(tmp_path: Path) -> None:
+def test_table_shows_the_commands_task_and_a_running_search(tmp_path: Path) -> None:
     searching = result(command="swiftopt bench decode --stream a.jsonl --task code --model tiny", note="")
     searching["report"]["results"][1]["optimise_seconds"] = 2.5
     shown = table(put(tmp_path, "x.json", searching))
     assert "| code, 4 prompts, 16 tokens | swift, searching |" in shown and shown.endswith("--model tiny`.")
 
 
-def test_table_names_the_settings_that_a_method_was_given(tmp_path: Path) -> None:
+def test_table_names_the_settings_of_a_method(tmp_path: Path) -> None:
     told = "swiftopt compare --stream a.jsonl --set swift.stop_threshold=0.5 --set other.x=1"
     shown = table(put(tmp_path, "x.json", result(command=told)))
     assert "| swift, stop_threshold=0.5 | 8.0 |" in shown and "| hf-lookup | 13.0 |" in shown
@@ -512,7 +512,7 @@ def test_table_names_the_file_of_a_given_layer_set(tmp_path: Path) -> None:
     assert "| a, 4 prompts, 16 tokens, the set of c.json | swift |" in shown
 
 
-def test_table_of_no_files_says_so(tmp_path: Path) -> None:
+def test_table_without_files_says_that_nothing_is_published(tmp_path: Path) -> None:
     assert table(tmp_path) == table(tmp_path / "absent") == NO_RESULTS
 
 
@@ -527,18 +527,18 @@ def test_table_of_no_files_says_so(tmp_path: Path) -> None:
     ],
     ids=["broken", "list", "short", "other-schema", "number"],
 )
-def test_table_names_a_file_that_is_no_result(content: Any, words: str, tmp_path: Path) -> None:
+def test_file_that_is_not_a_result_is_named(content: Any, words: str, tmp_path: Path) -> None:
     with pytest.raises(InvalidInput, match=rf"odd\.json.*{words}"):
         table(put(tmp_path, "odd.json", content))
 
 
-def test_refreshing_replaces_what_is_between_the_marks_and_nothing_else() -> None:
+def test_refresh_replaces_only_the_text_between_the_markers() -> None:
     once = refresh(f"head\n{BEGIN}\nold\n{END}\ntail\n", "new")
     assert once == f"head\n{BEGIN}\nnew\n{END}\ntail\n" and refresh(once, "new") == once
 
 
 @pytest.mark.parametrize("text", ["", BEGIN, END, END + BEGIN, BEGIN + BEGIN + END, BEGIN + END + END])
-def test_refreshing_refuses_a_page_without_its_marks(text: str) -> None:
+def test_refresh_refuses_a_page_without_markers(text: str) -> None:
     with pytest.raises(InvalidInput, match="once each"):
         refresh(text, "new")
 

@@ -1,4 +1,4 @@
-"""Stop threshold, draft length and branching, chosen on scored windows by measured time."""
+"""Stop threshold, draft length and branching are chosen on scored windows by measured costs."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ LONGEST = SETTINGS.max_draft_length
 
 
 def costs(draft: float, row: float) -> CostProfile:
-    """A draft pass costs `draft` of a plain one, and each row of the target's pass behind the first `row`."""
+    """Return costs: a draft pass costs `draft` plain passes, and each further row of the target's pass `row`."""
     passes = {n: 1.0 + row * (n - 1) for n in (1, 2, 4, 8, 16, 32, 64)}
     part = (1.0 - draft) / 6  # six of sixteen parts are left out
     return CostProfile("f", "cpu", "float32", 256, 8, part, part, 0.0, 1.0 - 16 * part, passes)
 
 
 def windows(agreement: float, seed: int = 0, n: int = 6) -> list[WindowScore]:
-    """A draft that is right as often as `agreement`, and surer where it is right."""
+    """Return windows of a draft that is right with probability `agreement`, and then more confident."""
     rng = random.Random(seed)
     scores = []
     for _ in range(n):

@@ -1,4 +1,4 @@
-"""What tuning another engine chooses, from runs that are made up; `test_serve` has it with a real server."""
+"""The choices of tuning another engine, from made-up runs; `test_serve` tunes a real server."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def store(tmp_path: Path) -> Iterator[Store]:
 
 
 class MadeUp:
-    """Rows that take so many seconds per prompt, by their variants; None: they fail. `asked` are the steps.
+    """Rows with made-up seconds per prompt by variant; None: they fail. `asked` records the steps.
 
     With `at_once` rows besides the first in a group, each group runs half as fast as the one before.
     """
@@ -93,7 +93,7 @@ def test_fastest_kind_at_its_fastest_length_is_judged_on_prompts_that_no_step_sa
 def test_ways_that_did_not_run_together_are_compared_by_the_plain_decoding_beside_each(
     folder: Path, store: Store
 ) -> None:
-    """`int4-5` takes more seconds than `ngram-5` only because its group ran when the machine was slower."""
+    """`int4-5` takes longer than `ngram-5` only because the machine was slower while its group ran."""
     runs = MadeUp({"plain": 2.0, "ngram-5": 1.2, "int4-5": 1.0, "int4-3": 0.9}, at_once=1)
     found = tuned(folder, store, runs)
     assert found.way == "int4-3" and found.found.plan.measured_speedup == pytest.approx(2.0 / 0.9)

@@ -167,7 +167,7 @@ ODD = (..., [], {}, "x", -1.5, True, [5], {"a": 1}, [[1, 2, 3]])
 
 @pytest.mark.parametrize("name", SAMPLES)
 def test_event_of_odd_values_is_read_or_refused_in_one_sentence(name: str) -> None:
-    """Each value in turn is left out or replaced, at every depth; what is read again is of the right types."""
+    """Each value at every depth is removed or replaced; an event that can be read has values of the right types."""
     n_refused = 0
     for path in paths(SAMPLES[name]):
         for odd in ODD:
@@ -196,13 +196,13 @@ def test_figure_that_was_not_finite_is_read_as_none() -> None:
 
 
 def paths(value: Any) -> list[tuple[Any, ...]]:
-    """The way to every value inside, at any depth."""
+    """Yield the path of every value at any depth."""
     inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     return [way for key, part in inner for way in [(key,), *((key, *rest) for rest in paths(part))]]
 
 
 def put(value: Any, path: tuple[Any, ...], odd: Any) -> Any:
-    """A copy with another value at that place; `...` leaves it out."""
+    """Return a copy with another value at a path; `...` removes it."""
     copied = value.copy()
     if len(path) > 1:
         copied[path[0]] = put(value[path[0]], path[1:], odd)

@@ -1,4 +1,4 @@
-"""Other engines' own benchmarks as verdicts: the files are as vLLM 0.32 and llama.cpp's server write them."""
+"""Benchmarks of other engines become verdicts; the files are like those of vLLM 0.32 and llama.cpp's server."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LENGTHS, PROMPTS = [20, 30, 40, 20, 30, 40], [7, 8, 9, 10, 11, 12]
 
 
 def vllm(factor: float, **more: Any) -> dict[str, Any]:
-    """Six requests, `factor` seconds per ten tokens."""
+    """Return a result of six requests with `factor` seconds per ten tokens."""
     totals = {"completed": 6, "duration": 9.0, "total_output_tokens": sum(LENGTHS), "output_throughput": 20.0}
     per_request = {"input_lens": PROMPTS, "output_lens": LENGTHS, "latencies": [n * factor / 10 for n in LENGTHS]}
     return {"backend": "openai", "model_id": "m", **totals, **per_request, "errors": [""] * 6, **more}

@@ -1,4 +1,4 @@
-"""What experts cost: passes by the distinct experts of their rows, learnt from passes, and drafts that take fewer."""
+"""Costs of experts: by the distinct experts of rows, learnt from passes, and of drafts with fewer experts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ WIDTHS = (1, 2, 4, 8)
 
 
 def pass_s(distinct: float) -> float:
-    """Seconds of a pass: a fixed part, and the distinct experts of each layer."""
+    """Return the seconds of a pass: a fixed part, and a part for the distinct experts of each layer."""
     return FIXED_S + len(MIXTURES) * EXPERT_S * distinct
 
 
@@ -44,7 +44,7 @@ PROFILE = CostProfile(
 
 @pytest.mark.parametrize(("n_experts", "n_chosen", "n_rows"), [(4, 2, 1), (4, 2, 3), (5, 1, 4), (5, 3, 2), (3, 3, 2)])
 def test_distinct_experts_of_uniform_rows_are_those_of_all_choices(n_experts: int, n_chosen: int, n_rows: int) -> None:
-    """Enumerated: every choice of every row is as likely as any other."""
+    """All choices of all rows are enumerated as equally likely."""
     choices = list(product(combinations(range(n_experts), n_chosen), repeat=n_rows))
     mean = sum(len(set().union(*rows)) for rows in choices) / len(choices)
     assert distinct_experts(n_rows, n_chosen, n_chosen / n_experts) == pytest.approx(mean)
@@ -56,7 +56,7 @@ def test_rows_that_take_the_same_experts_add_none_and_rows_that_share_none_add_a
 
 
 def decoded(overlap: float, n: int, rng: random.Random, expert_s: float = EXPERT_S) -> list[PassTiming]:
-    """Passes over a text whose neighbours share so many of their experts, timed with a noise of 3 %."""
+    """Observe passes over a text whose neighbouring tokens share this many experts, with 3 % of noise."""
     timings = []
     for _ in range(n):
         for n_rows in WIDTHS:
@@ -71,7 +71,7 @@ def decoded(overlap: float, n: int, rng: random.Random, expert_s: float = EXPERT
 
 @pytest.mark.parametrize("overlap", [0.25, 0.6, 0.9])
 def test_the_price_of_rows_follows_the_overlap_of_neighbouring_tokens(overlap: float) -> None:
-    """Drafts whose rows take the experts of the row before cost little more than one row."""
+    """Drafts whose rows choose the experts of the row before cost little more than one row."""
     costs = ObservedCosts(PROFILE)
     costs.learn(decoded(overlap, 400, random.Random(3)))
     known = costs.at()
@@ -83,7 +83,7 @@ def test_the_price_of_rows_follows_the_overlap_of_neighbouring_tokens(overlap: f
 
 
 def test_a_prompt_alone_tells_what_the_rows_of_drafts_will_cost() -> None:
-    """Its rows were not timed; a few plain passes have shown the machine's speed."""
+    """The rows of the prompt were not timed; a few plain passes have shown the machine's speed."""
     costs = ObservedCosts(PROFILE)
     costs.learn([PassTiming(((1, None),), 400, pass_s(N_CHOSEN), ExpertCounts(N_CHOSEN))] * 20)
     costs.learn([PassTiming((), 400, 0.0, ExpertCounts(N_EXPERTS, 12_000, 10_800))])
@@ -147,7 +147,7 @@ LEVELS = ExpertLevels(layers=(1, 2), numbers=(2, 1))
 
 
 def test_sets_and_their_bits_are_one_to_one() -> None:
-    """Enumerated: every skipped sub-layer with every number of experts."""
+    """Every skipped sub-layer with every number of experts is enumerated."""
     problem = SearchProblem(LayerSet(N_LAYERS), 0, 0, experts=LEVELS)
     seen = set()
     for bits in product((0, 1), repeat=8):

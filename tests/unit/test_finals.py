@@ -17,7 +17,7 @@ INT4 = LayerSet(12, frozenset({3}), formats=(("mlp", "int4"),))
 
 
 def place(number: int) -> WindowStart:
-    """The windows of one prompt, without a common token."""
+    """Return the windows of a prompt, which have no token in common."""
     return WindowStart("p", number * WINDOW)
 
 
@@ -78,7 +78,7 @@ def test_nobody_enters_below_the_bar_or_twice() -> None:
     ("prompt_id", "position", "is_due"), [("p", 3, False), ("p", 4, True), ("q", 1, True), ("p", -1, True)]
 )
 def test_final_waits_until_half_of_the_window_is_new_text(prompt_id: str, position: int, is_due: bool) -> None:
-    """A position before the last one is that of another text under the same name."""
+    """An earlier position belongs to another text with the same id."""
     assert bool(entered(1.0).due(WindowStart(prompt_id, position), WINDOW)) == is_due
 
 
@@ -95,7 +95,7 @@ def trial(layer_set: LayerSet, score: float, step: int, origin: str) -> Trial:
 
 
 def test_winner_takes_over_the_score_of_the_set_it_beat_and_its_lead() -> None:
-    """Its own windows may have been easy ones."""
+    """The winner's windows may have been easy."""
     contest = ChallengerTest(Incumbent(HELD))
     contest.judge(place(0), trial(HELD, 1.0, 0, "uniform"), [])
     contest.finals = entered(2.0)
@@ -117,7 +117,7 @@ def test_contest_survives_json() -> None:
 
 
 def test_set_that_promises_most_is_taken_into_use_when_it_has_just_been_scored() -> None:
-    """With the mean of all its windows; one that an earlier pass scored must be scored again first."""
+    """It has the mean score of all its windows; a set that was scored in an earlier pass must be scored again first."""
     contest = ChallengerTest(Incumbent(HELD, 1, 1.0, 1.0))
     held, other, again = (trial(own, 2.0, step, "move") for step, own in enumerate((HELD, SETS[0], SETS[1])))
     earlier = [trial(SETS[1], 4.0, 0, "move"), trial(SETS[0], 9.0, 1, "move")]

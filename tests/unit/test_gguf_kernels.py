@@ -1,4 +1,4 @@
-"""Maps by the blocks of GGUF files: each type's numbers, products and rows, at each level of the kernels."""
+"""Maps with the blocks of GGUF files: each type's values, products and rows, at each level of the kernels."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
 
 
 def rounded(x: Tensor, group: int) -> Tensor:
-    """Activations as the kernels see them, in float64: 127 steps to the largest of each group of inputs."""
+    """Return float64 activations as the kernels round them: 127 steps up to the largest of each group of inputs."""
     parts = x.float().unflatten(1, (-1, group))
     most = parts.abs().amax(dim=2, keepdim=True)
     inverse = torch.where(most > 0, torch.tensor(127.0).div(most), 0)
@@ -56,7 +56,7 @@ def test_numbers_are_those_of_the_file(level: str, kind: int, n_out: int, n_in: 
 
 
 def test_blocks_of_mxfp4_checkpoints_stand_for_what_transformers_reads(kernels: Kernels) -> None:
-    """Two codes of neighbours in each byte, behind the exponent of their scale, from 0 on."""
+    """Each byte has two neighbouring codes; the exponent of their scale precedes them."""
     generator = torch.Generator().manual_seed(9)
     blocks = torch.randint(0, 256, (37, 5, 16), generator=generator, dtype=torch.uint8)
     scales = torch.randint(0, 160, (37, 5), generator=generator, dtype=torch.uint8)

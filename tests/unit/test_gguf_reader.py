@@ -1,4 +1,4 @@
-"""The reader of GGUF files: what it reads, and files that are damaged or made to harm."""
+"""The reader of GGUF files: its values, and damaged or malicious files."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ N_MUTATIONS = 10_000
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A file with settings of several types and tensors of several."""
+    """Write a file with settings and tensors of several types."""
     path = tmp_path_factory.mktemp("gguf") / "small.gguf"
     writer = gguf.GGUFWriter(str(path), "llama")
     writer.add_uint32("llama.block_count", 2)
@@ -63,7 +63,7 @@ def changed(content: bytes, at: int, form: str, value: int) -> bytes:
 
 
 def of_tensor(content: bytes, name: str) -> int:
-    """Where the number of dimensions of a tensor stands."""
+    """Return the offset of a tensor's number of dimensions."""
     return content.index(name.encode()) + len(name)
 
 
@@ -116,7 +116,7 @@ def test_a_part_that_is_missing_is_named(small: Path, tmp_path: Path) -> None:
 
 
 def test_mutated_headers_are_read_or_refused(small: Path, tmp_path: Path) -> None:
-    """Whatever the header says, the answer is a file or one sentence, and no read beyond the end."""
+    """A random header gives a file or an error of one sentence, and no read beyond the end."""
     content, rng, path = small.read_bytes(), random.Random(0), tmp_path / "mutated.gguf"
     n_header = len(content) - sum(tensor.data.nbytes for tensor in GgufFile(small).tensors.values())
     outcomes = {"read": 0, "refused": 0}

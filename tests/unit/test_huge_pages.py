@@ -1,4 +1,4 @@
-"""Weights in huge pages: which pieces of memory are moved, that bytes stay, and where nothing is."""
+"""Weights in huge pages: which memory is moved, and that its bytes stay the same."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SIZE = 8 << 20  # Bytes of a tensor; huge pages are of 2 MiB on most machines.
 
 
 def in_huge_pages(tensor: torch.Tensor) -> int:
-    """Bytes in huge pages, of the mapping that a tensor begins in."""
+    """Return the bytes in huge pages of the mapping that contains the start of a tensor."""
     here = False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         if "-" in (place := line.split()[0]) and not place.endswith(":"):

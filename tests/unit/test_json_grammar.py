@@ -1,4 +1,4 @@
-"""Texts drawn byte by byte from grammars of JSON schemas: they end, and satisfy the schema."""
+"""Grammars of JSON schemas: texts drawn byte by byte end and satisfy the schema."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ def matcher_of(grammar: Grammar, prefix: str = "") -> LLMatcher:
 
 
 def following(matcher: LLMatcher) -> list[int]:
-    """The bytes that may come next; none behind a whole text."""
+    """Return the bytes that may come next; none after a complete text."""
     if matcher.is_stopped():
         return []
     return [byte for byte, bias in enumerate(matcher.compute_logit_bias()[:256]) if bias]
 
 
 def drawn(grammar: Grammar, seed: int = 0, prefix: str = "") -> str | None:
-    """A text of the grammar, each byte drawn among those that may come next; None: it is too long."""
+    """Draw a text of the grammar byte by byte; None if it is too long."""
     matcher, text, draws = matcher_of(grammar, prefix), list(prefix.encode()), random.Random(seed)
     while choices := following(matcher):
         if len(text) > MOST_BYTES:
@@ -51,7 +51,7 @@ def drawn(grammar: Grammar, seed: int = 0, prefix: str = "") -> str | None:
 
 
 def only_text(grammar: Grammar) -> str:
-    """The text that a grammar leaves no choice about."""
+    """Return the only text of a grammar."""
     matcher, text = matcher_of(grammar), list[int]()
     while choices := following(matcher):
         [byte] = choices
@@ -61,7 +61,7 @@ def only_text(grammar: Grammar) -> str:
 
 
 def closed(**properties: Any) -> dict[str, Any]:
-    """A schema of an object that has exactly these properties."""
+    """Return the schema of an object with exactly these properties."""
     return {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
 
 
@@ -125,7 +125,7 @@ schemas = st.builds(
 @settings(max_examples=150)
 @given(schemas, st.integers(0, 9))
 def test_text_drawn_from_a_schema_ends_and_satisfies_it(schema: dict[str, Any], seed: int) -> None:
-    """A schema that cannot be used is refused; a text may be longer than is drawn here, but never at a dead end."""
+    """Unsupported schemas are refused. A drawn text may become too long, but it never reaches a dead end."""
     try:
         text = drawn(Grammar.json_schema(schema), seed)
     except InvalidInput:
@@ -155,7 +155,7 @@ def test_text_drawn_from_a_schema_ends_and_satisfies_it(schema: dict[str, Any], 
         {"b": [], "a": {"c": False}},
     ],
 )
-def test_what_a_schema_fixes_is_written_in_one_way(value: Any) -> None:
+def test_constant_parts_of_a_schema_have_one_spelling(value: Any) -> None:
     for fixed in ({"const": value}, {"enum": [value]}):
         assert json.loads(drawn(Grammar.json_schema(fixed)) or "") == value
         text = drawn(Grammar.json_schema(closed(c=fixed, d={"type": "null"}))) or ""
@@ -174,7 +174,7 @@ def test_what_a_schema_fixes_is_written_in_one_way(value: Any) -> None:
         {"type": "object", "patternProperties": {"^x$": False, "^a": False}},
     ],
 )
-def test_name_that_a_pattern_lists_comes_once_and_no_comma_follows_the_last(schema: dict[str, Any]) -> None:
+def test_names_of_a_pattern_occur_once_without_a_trailing_comma(schema: dict[str, Any]) -> None:
     schema |= {"additionalProperties": False}
     for seed in range(20):
         text = drawn(Grammar.json_schema(schema), seed)
@@ -183,13 +183,13 @@ def test_name_that_a_pattern_lists_comes_once_and_no_comma_follows_the_last(sche
         Draft202012Validator(schema).validate(dict(pairs))
 
 
-def test_names_of_a_pattern_are_listed_where_they_are_few() -> None:
+def test_few_names_of_a_pattern_are_enumerated() -> None:
     assert names_of("^score$") == ("score",) and set(names_of("^(a|bc)$") or ()) == {"a", "bc"}
     assert len(names_of("^[a-z]$") or ()) == 26 and names_of("^[0-9]{2}$") is None and MAX_NAMES < 100
     assert all(names_of(pattern) is None for pattern in ("", "^a", "a+", "^[a-z_]+$", "(?=a)"))
 
 
-def test_property_is_not_written_again_in_other_characters() -> None:
+def test_property_is_not_repeated_with_escaped_characters() -> None:
     grammar = Grammar.json_schema(
         {"type": "object", "properties": {"a": {"type": "null"}}, "required": ["a"], "additionalProperties": True}
     )
@@ -197,8 +197,8 @@ def test_property_is_not_written_again_in_other_characters() -> None:
 
 
 @pytest.mark.parametrize("name", ["password", "path", "binary", "int64", "uri-reference", "made-up", ""])
-def test_format_that_nobody_enforces_limits_nothing(name: str) -> None:
-    """Beside it stand what looks like one, and may be written."""
+def test_unsupported_format_allows_any_text(name: str) -> None:
+    """Strings that look like other formats are allowed as well."""
     schema = closed(c={"type": "string", "format": name, "const": "x"}, format={"const": {"format": name}})
     assert json.loads(only_text(Grammar.json_schema(schema))) == {"c": "x", "format": {"format": name}}
 
@@ -207,7 +207,7 @@ def test_format_that_nobody_enforces_limits_nothing(name: str) -> None:
     ("name", "good", "bad"),
     [("date", "2026-11-27", "2026-13"), ("ipv4", "1.2.3.4", "1.2.3.x"), ("uuid", "0" * 8 + "-0000-0000-0000-", "g")],
 )
-def test_format_that_can_be_enforced_is(name: str, good: str, bad: str) -> None:
+def test_supported_format_is_enforced(name: str, good: str, bad: str) -> None:
     grammar = Grammar.json_schema({"type": "string", "format": name})
     matcher_of(grammar, f'"{good}')
     with pytest.raises(AssertionError):
@@ -232,7 +232,7 @@ def test_schema_that_no_finite_value_satisfies_is_refused(schema: dict[str, Any]
         Grammar.json_schema(schema)
 
 
-def test_part_that_cannot_end_is_not_begun() -> None:
+def test_part_without_a_finite_value_is_never_started() -> None:
     schema = {**closed(v={"const": 1}), "$defs": {"list": LIST}}
     schema["properties"] = {**schema["properties"], "k": {"$ref": "#"}, "l": {"$ref": "#/$defs/list"}}
     assert "k" in json.loads(drawn(Grammar.json_schema(schema), prefix='{"v": 1, "k') or "")
@@ -259,8 +259,8 @@ REFERENCES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("kind", REFERENCES)
-def test_references_of_a_tool_lead_into_its_own_parameters(kind: str) -> None:
-    """Two tools have definitions of the same names, and the second has others behind them."""
+def test_references_of_a_tool_resolve_within_its_parameters(kind: str) -> None:
+    """Two tools have different definitions of the same names."""
     others = json.loads(json.dumps(REFERENCES[kind]).replace('["p", "q"]', '["r"]'))
     functions = {"0": {"name": "f", "parameters": REFERENCES[kind]}, "1": {"name": "g", "parameters": others}}
     for seed in range(12):
@@ -273,7 +273,7 @@ def test_references_of_a_tool_lead_into_its_own_parameters(kind: str) -> None:
 @pytest.mark.parametrize(
     "reference", ["#/$defs/nowhere", "#nowhere", "https://example.org/nowhere", "nowhere.json", "#/properties/e/0"]
 )
-def test_reference_of_a_tool_that_leads_nowhere_is_refused_by_its_place(reference: str) -> None:
+def test_broken_reference_of_a_tool_is_refused_with_its_path(reference: str) -> None:
     place = "tools[1].function.parameters"
     functions = {"tools[0].function.parameters": {"name": "f"}, place: {"name": "g", "parameters": {}}}
     functions[place]["parameters"] = closed(e={"$ref": reference})
@@ -289,7 +289,7 @@ NO_ARGUMENTS: tuple[Mapping[str, Any] | None, ...] = (
 
 
 @pytest.mark.parametrize("parameters", NO_ARGUMENTS)
-def test_tool_whose_parameters_name_no_argument_gets_none(parameters: Mapping[str, Any] | None) -> None:
+def test_tool_without_named_arguments_gets_an_empty_object(parameters: Mapping[str, Any] | None) -> None:
     assert (
         only_text(Grammar.call({"0": {"name": 'p"é', "parameters": parameters}}))
         == '{"name": "p\\"é", "arguments": {}}'
@@ -297,13 +297,13 @@ def test_tool_whose_parameters_name_no_argument_gets_none(parameters: Mapping[st
     assert not has_arguments(parameters)
 
 
-def test_tool_that_takes_any_argument_may_get_some() -> None:
+def test_tool_with_free_arguments_may_get_some() -> None:
     for parameters in ({"additionalProperties": True}, {"additionalProperties": {}}, {"minProperties": 1}):
         grammar = Grammar.call({"0": {"name": "f", "parameters": parameters}})
         assert matcher_of(grammar, '{"name": "f", "arguments": {"a": 1}}').is_accepting()
 
 
-def test_arguments_are_an_object_whatever_the_schema_says() -> None:
+def test_arguments_are_always_an_object() -> None:
     a = {"properties": {"a": {"type": "null"}}}
     for parameters in (a, {"type": ["object", "null"], **a}, {"$ref": "#/$defs/a", "$defs": {"a": a}}):
         grammar = Grammar.call({"0": {"name": "f", "parameters": parameters}})
@@ -313,14 +313,14 @@ def test_arguments_are_an_object_whatever_the_schema_says() -> None:
             Grammar.call({"0": {"name": "f", "parameters": {"type": kind}}})
 
 
-def test_tools_whose_names_begin_alike_are_told_apart() -> None:
+def test_tools_with_a_common_prefix_are_distinguished() -> None:
     functions = {name: {"name": name, "parameters": closed(own={"const": name})} for name in ("get", "get_all", "g")}
     calls = [json.loads(drawn(Grammar.call(functions), seed) or "") for seed in range(30)]
     assert {call["name"] for call in calls} == {*functions}
     assert all(call["arguments"] == {"own": call["name"]} for call in calls)
 
 
-def test_keywords_that_no_grammar_holds_are_named_and_left_out() -> None:
+def test_unsupported_keywords_are_reported_and_ignored() -> None:
     sizes = {"type": "array", "uniqueItems": True, "items": {"not": {"const": 1}}, "default": {"not": 1}}
     schema = closed(sizes=sizes, uniqueItems={"uniqueItems": False}, **{"if": {"const": 1}})
     assert list_not_enforced(schema) == [
@@ -335,7 +335,7 @@ def test_keywords_that_no_grammar_holds_are_named_and_left_out() -> None:
     Grammar.call({"0": {"name": "f", "strict": False, "parameters": schema}})
 
 
-def test_pointers_lead_where_they_say_and_values_hold_no_schemas() -> None:
+def test_pointers_resolve_to_schemas_and_not_to_values() -> None:
     schema = {"anyOf": [{"a/b": 1}], "$defs": {"~": {"const": {"type": "string"}}}, "const": {"items": {}}}
     assert target(schema, "#/anyOf/0/a~1b") == 1 and target(schema, "#") is schema
     assert target(schema, "#/$defs/~0") == {"const": {"type": "string"}}
@@ -360,14 +360,14 @@ def test_pointers_lead_where_they_say_and_values_hold_no_schemas() -> None:
         ({"type": "array", "prefixItems": 1.5, "minItems": 1}, "at #/prefixItems: 1.5 is not a list"),
     ],
 )
-def test_schema_that_cannot_be_held_is_refused_in_a_sentence(schema: dict[str, Any], words: str) -> None:
+def test_unsupported_schema_is_refused_in_a_sentence(schema: dict[str, Any], words: str) -> None:
     with pytest.raises(InvalidInput, match=f"^the JSON schema cannot be used.*{words}") as caught:
         Grammar.json_schema(schema)
     assert not re.search(r"\n|coerce|Unimplemented|lenient", str(caught.value))
 
 
-def test_one_of_several_references_is_told_by_a_constant() -> None:
-    """As pydantic writes unions with a discriminator."""
+def test_union_is_discriminated_by_a_constant() -> None:
+    """pydantic writes unions with a discriminator in this form."""
     kinds = {name: closed(kind={"const": name}, **{name: {"type": "null"}}) for name in ("cat", "dog")}
     schema = {"oneOf": [{"$ref": f"#/$defs/{name}"} for name in kinds], "$defs": kinds}
     assert {drawn(Grammar.json_schema(schema), seed) for seed in range(9)} == {
@@ -392,8 +392,6 @@ NAMED = {"type": "object", "properties": {"a": {"type": "null"}}, "required": ["
         ({**NAMED, "anyOf": [{"required": ["b"]}, {"required": ["a"]}]}, False),
     ],
 )  # fmt: skip
-def test_objects_have_no_more_than_what_is_named_where_nothing_says_that_there_is_more(
-    schema: dict[str, Any], is_closed: bool
-) -> None:
+def test_objects_have_no_further_properties_by_default(schema: dict[str, Any], is_closed: bool) -> None:
     matcher = matcher_of(Grammar.json_schema(schema), '{"a": null')
     assert (ord(",") not in following(matcher)) is is_closed

@@ -1,4 +1,4 @@
-"""Laws of our kernels' products (exact, row by row the same bits, odd numbers) and of how their library comes to be."""
+"""Laws of the native kernels: exact products, bits that do not depend on other rows, and how their library is built."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ n_outputs = st.one_of(st.sampled_from([1, 3, 15, 17, 63, 64, 65, 129]), st.integ
 
 @dataclass(frozen=True)
 class Case:
-    """A linear map and what goes into it; the weights begin and their rows lie anywhere."""
+    """A linear map with its inputs; the offset of the weights and the stride of their rows vary."""
 
     rows: int
     n_in: int
@@ -59,7 +59,7 @@ class Case:
         return torch.randn(shape, generator=generator)
 
     def made(self, dtype: torch.dtype, whole: bool = False) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Inputs, weights and biases; `whole`: small whole numbers, whose sums are exact in any order."""
+        """Return inputs, weights and biases; `whole`: small integers, whose sums are exact in any order."""
         x = self.random((self.rows, self.n_in), 0, whole).to(dtype)
         stride = self.n_in + self.gap
         flat = torch.full((self.offset + self.n_out * stride,), float("nan"), dtype=dtype)
@@ -102,7 +102,7 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
 @each_dtype
 @settings(max_examples=60)
 @given(shape=st.tuples(st.integers(1, 4), widths), seed=st.integers(0, 10**6), scale=st.sampled_from([0.0, 1.0, 30.0]))
-def test_likeliest_token_and_its_probability_are_those_of_float64(
+def test_best_token_and_its_probability_equal_those_of_float64(
     level: str, dtype: torch.dtype, shape: tuple[int, int], seed: int, scale: float
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
@@ -116,7 +116,7 @@ def test_likeliest_token_and_its_probability_are_those_of_float64(
 
 @each_level
 @each_dtype
-def test_row_that_is_no_distribution_has_no_probability(level: str, dtype: torch.dtype) -> None:
+def test_logits_that_are_not_numbers_have_no_probability(level: str, dtype: torch.dtype) -> None:
     logits = torch.zeros((4, 70), dtype=dtype)
     logits[0, 69], logits[1], logits[2, 3] = float("nan"), float("-inf"), float("inf")
     logits[3] = float("nan")
@@ -133,7 +133,7 @@ def test_row_that_is_no_distribution_has_no_probability(level: str, dtype: torch
 @settings(max_examples=60)
 @given(case=cases)
 def test_product_of_whole_numbers_is_exact(level: str, dtype: torch.dtype, case: Case) -> None:
-    """Every input counts once, for its own output: nothing is lost in rounding that could hide a slip."""
+    """Integers have no rounding errors that could hide a wrong index."""
     x, weight, bias = case.made(dtype, whole=True)
     expected = x.double() @ weight.double().T + (0 if bias is None else bias.double())
     assert torch.equal(linear(library(level), x, weight, bias), expected.to(dtype))
@@ -158,7 +158,7 @@ def test_product_is_close_to_that_in_float64(level: str, dtype: torch.dtype, cas
 @each_dtype
 @settings(max_examples=40)
 @given(case=cases, data=st.data())
-def test_row_has_the_same_bits_whatever_rows_and_threads_are_beside_it(
+def test_row_has_the_same_bits_for_any_other_rows_and_threads(
     level: str, dtype: torch.dtype, case: Case, data: st.DataObject
 ) -> None:
     own, (x, weight, bias) = library(level), case.made(dtype)
@@ -174,8 +174,8 @@ def test_row_has_the_same_bits_whatever_rows_and_threads_are_beside_it(
 
 
 @each_dtype
-def test_outputs_are_the_same_bits_wherever_the_map_is_cut(kernels: Kernels, dtype: torch.dtype) -> None:
-    """Outputs in whole tiles and those left over at the end are summed in one order."""
+def test_outputs_have_the_same_bits_however_the_map_is_split(kernels: Kernels, dtype: torch.dtype) -> None:
+    """Whole tiles and the remaining outputs are summed in the same order."""
     x, weight, _ = Case(13, 2051, 80, 5).made(dtype)
     whole = linear(kernels, x, weight)
     for start, end in ((0, 1), (1, 4), (3, 80), (63, 66), (77, 80)):
@@ -194,7 +194,7 @@ def packed(weight: Tensor, name: str, bias: Tensor | None = None) -> QuantisedLi
 
 
 def unpacked(copy: QuantisedLinear) -> Tensor:
-    """The weights that a packed copy stands for, in float64, read as `quantised.h` describes the layout."""
+    """Return the weights of a packed copy in float64, read by the layout in `quantised.h`."""
     assert copy.group is not None
     blocks, groups = copy.scales.shape[:2]
     if copy.bits == 4:
@@ -209,7 +209,7 @@ def unpacked(copy: QuantisedLinear) -> Tensor:
 
 
 def rounded(x: Tensor, group: int) -> Tensor:
-    """Activations as the packed kernels see them, in float64: 127 steps to the largest of each group of inputs."""
+    """Return float64 activations as packed kernels round them: 127 steps up to the largest of each group of inputs."""
     parts = []
     for part in x.float().split(group, dim=1):
         most = part.abs().amax(dim=1, keepdim=True)
@@ -233,7 +233,7 @@ packed_cases = st.builds(
 @pytest.mark.parametrize("name", FORMATS)
 @settings(max_examples=15)
 @given(case=packed_cases)
-def test_packed_product_is_that_of_rounded_activations_and_weights(
+def test_packed_product_equals_that_of_rounded_activations_and_weights(
     level: str, dtype: torch.dtype, name: str, case: Case
 ) -> None:
     x, weight, bias = case.made(dtype)
@@ -249,7 +249,7 @@ def test_packed_product_is_that_of_rounded_activations_and_weights(
 
 @pytest.mark.parametrize(("name", "off", "rounding"), [("int8", 0.02, 0.01), ("int4", 0.03, 0.13)])
 @pytest.mark.parametrize(("n_in", "n_out"), [(256, 64), (577, 65), (1000, 17), (33, 129)])
-def test_packed_product_is_near_that_of_its_weights_and_they_near_the_models(
+def test_packed_product_and_weights_are_close_to_the_models(
     kernels: Kernels, name: str, off: float, rounding: float, n_in: int, n_out: int
 ) -> None:
     x, weight, _ = Case(9, n_in, n_out, 11).made(torch.float32)
@@ -264,7 +264,7 @@ def test_packed_product_is_near_that_of_its_weights_and_they_near_the_models(
 @pytest.mark.parametrize("name", FORMATS)
 @settings(max_examples=15)
 @given(case=packed_cases, dtype=st.sampled_from(DTYPES))
-def test_packed_row_has_the_same_bits_whatever_rows_and_threads_are_beside_it(
+def test_packed_row_has_the_same_bits_for_any_other_rows_and_threads(
     level: str, name: str, case: Case, dtype: torch.dtype
 ) -> None:
     own, (x, weight, bias) = library(level), case.made(dtype)
@@ -277,8 +277,8 @@ def test_packed_row_has_the_same_bits_whatever_rows_and_threads_are_beside_it(
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_packed_weights_of_one_value_keep_it(kernels: Kernels, name: str) -> None:
-    """Groups without any range, the largest codes and zeros: what a scale could be lost in."""
+def test_packed_weights_of_one_value_are_exact(kernels: Kernels, name: str) -> None:
+    """Groups without a range, of the largest codes, and of zeros have the most delicate scales."""
     x = torch.ones(2, 96)
     for value in (0.0, 1.0, -2.5):
         out = linear(kernels, x, packed(torch.full((18, 96), value), name))
@@ -286,7 +286,7 @@ def test_packed_weights_of_one_value_keep_it(kernels: Kernels, name: str) -> Non
 
 
 def test_extreme_codes_do_not_overflow(kernels: Kernels) -> None:
-    """Activations and weights at the ends of their codes: products of two pairs exceed 16 bits."""
+    """With the largest codes of activations and weights, the sum of two products exceeds 16 bits."""
     signs = torch.tensor([1.0, -1.0]).repeat(64)
     for x in (torch.ones(128), -torch.ones(128), signs):
         for weight in (torch.ones(128), -torch.ones(128), signs):
@@ -297,7 +297,7 @@ def test_extreme_codes_do_not_overflow(kernels: Kernels) -> None:
 
 @dataclass(frozen=True)
 class CodedCase:
-    """A map of a checkpoint and what goes into it; scales go down to where float16 loses digits."""
+    """A map of a checkpoint with its inputs; scales may be so small that float16 loses digits."""
 
     rows: int
     n_in: int
@@ -309,7 +309,7 @@ class CodedCase:
     ordered: bool
 
     def made(self, dtype: torch.dtype) -> tuple[Tensor, CodedLinear, Tensor, Tensor]:
-        """Inputs, the map, its weight in float64 by definition, its columns group by group, and how far codes reach."""
+        """Return inputs, the map, its float64 weight, its columns by group, and the range of its codes."""
         generator = torch.Generator().manual_seed(self.seed)
         group, top = self.group or self.n_in, 1 << self.bits
         shape = self.n_out, -(-self.n_in // group)
@@ -341,7 +341,7 @@ coded_cases = st.builds(
 @each_dtype
 @settings(max_examples=40)
 @given(case=coded_cases)
-def test_product_with_a_checkpoints_codes_is_that_of_its_weights_and_rounded_activations(
+def test_product_with_a_checkpoints_codes_equals_that_of_its_weights(
     level: str, dtype: torch.dtype, case: CodedCase
 ) -> None:
     x, coded, meant, reach = case.made(dtype)
@@ -364,7 +364,7 @@ def test_product_with_a_checkpoints_codes_is_that_of_its_weights_and_rounded_act
 
 
 def alike(out: Tensor, expected: Tensor) -> bool:
-    """NaN and infinities at the same places."""
+    """Whether NaN and infinities are at the same positions."""
     expected = expected.to(out.dtype)
     return torch.equal(out.isnan(), expected.isnan()) and torch.equal(
         torch.where(out.isinf(), out, 0), torch.where(expected.isinf(), expected, 0)
@@ -374,7 +374,7 @@ def alike(out: Tensor, expected: Tensor) -> bool:
 @each_dtype
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("at", [0, 16, 2047, 2048, 2052])
-def test_what_is_no_number_reaches_its_own_outputs_alone(
+def test_nan_and_infinity_reach_only_their_own_outputs(
     kernels: Kernels, dtype: torch.dtype, value: float, at: int
 ) -> None:
     clean_x, clean_weight, bias = Case(6, 2053, 35, 8, True).made(dtype)
@@ -396,9 +396,7 @@ def test_what_is_no_number_reaches_its_own_outputs_alone(
 @each_dtype
 @pytest.mark.parametrize("name", ["int8", "int4"])
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
-def test_what_is_no_number_in_a_drafts_row_stays_in_that_row(
-    kernels: Kernels, dtype: torch.dtype, name: str, value: float
-) -> None:
+def test_nan_in_a_drafts_row_stays_in_that_row(kernels: Kernels, dtype: torch.dtype, name: str, value: float) -> None:
     x, weight, _ = Case(6, 300, 35, 8).made(dtype)
     copy = packed(weight, name)
     clean = linear(kernels, x, copy)
@@ -410,7 +408,7 @@ def test_what_is_no_number_in_a_drafts_row_stays_in_that_row(
 
 
 @each_dtype
-def test_pass_of_no_rows_gives_nothing(kernels: Kernels, dtype: torch.dtype) -> None:
+def test_product_of_no_rows_is_empty(kernels: Kernels, dtype: torch.dtype) -> None:
     x, weight, bias = Case(3, 40, 17, 1, True).made(dtype)
     for form in (weight, packed(weight, "int8", bias), packed(weight, "int4", bias)):
         for n_threads in (1, 3):
@@ -444,14 +442,14 @@ void swiftopt_sizes(int* sizes) { for (int i = 0; i < 6; i++) sizes[i] = 8; }
 
 
 def without_seal(kernels: Kernels) -> bytes:
-    """The library as a compiler makes it: only those of the cache have a seal."""
+    """Return a compiled library without the seal, which only libraries in the cache have."""
     content = kernels.path.read_bytes()
     return content if kernels.path.parent == BUILT else content[:-32]
 
 
 @dataclass(frozen=True)
 class Place:
-    """A cache folder of a test's own, and programs that stand in for compilers."""
+    """A test's own cache folder, and programs that stand in for compilers."""
 
     folder: Path
 
@@ -466,7 +464,7 @@ class Place:
         return str(path)
 
     def copier(self, source: Path | None = None) -> str:
-        """A compiler that has that file ready, or what another has made of our sources; notes each of its runs."""
+        """Make a compiler that copies a file or a compiled library, and records its runs."""
         if source is None:
             source = self.folder / "compiled"
             source.write_bytes(without_seal(library(LEVELS[0])))
@@ -480,7 +478,7 @@ class Place:
         return len(runs.read_text().splitlines()) if runs.exists() else 0
 
     def use(self, expect: int = 0, **variables: str) -> str:
-        """What a new process says that multiplies by the library, or why it has none."""
+        """Return the output of a new process that multiplies with the library, or its reason for having none."""
         path = [str(Path(swiftopt.__file__).parent.parent), os.environ.get("PYTHONPATH", "")]
         kept = {name: value for name, value in os.environ.items() if name not in ("CXX", build.FORCED)}
         kept |= {
@@ -496,7 +494,7 @@ class Place:
         return done.stdout if expect == 0 else done.stderr
 
     def library(self) -> Path:
-        """The one that is in the cache."""
+        """The library in the cache."""
         (found,) = self.cache.rglob("*.so")
         return found
 
@@ -512,7 +510,7 @@ def place(tmp_path: Path) -> Place:
 
 @pytest.fixture
 def other_layout(tmp_path: Path) -> Path:
-    """A library with the right names and other structures."""
+    """Return a library with the right names and a different layout of structures."""
     if (compiler := shutil.which("cc") or shutil.which("gcc")) is None:
         pytest.skip("there is no C compiler here")
     source, built = tmp_path / "other.c", tmp_path / "other.so"
@@ -538,7 +536,7 @@ def test_wheels_library_is_used_without_a_compiler_and_nothing_is_compiled(place
     assert (level, Path(path).parent, product) == (LEVELS[0], BUILT, "32.0") and not place.cache.exists()
 
 
-def test_every_variant_of_a_level_has_a_library_of_its_own_name() -> None:
+def test_library_names_differ_by_level_and_extras() -> None:
     for machine, n in (("x86_64", 6), ("aarch64", 1), ("arm64", 1)):
         named = [library_name(level, extras, "Linux", machine) for level, extras in variants(machine)]
         assert len(set(named)) == len(named) == n
@@ -547,7 +545,7 @@ def test_every_variant_of_a_level_has_a_library_of_its_own_name() -> None:
     assert (options("portable", ()), zig_cpu("portable", ())) == ([], "baseline")
 
 
-def test_every_source_is_part_of_a_librarys_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_library_name_depends_on_every_source(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     sources = [*build.FOLDER.glob("*.h"), *build.FOLDER.glob("*.cpp")]
     for source in sources:
         (tmp_path / source.name).write_bytes(source.read_bytes())
@@ -560,14 +558,14 @@ def test_every_source_is_part_of_a_librarys_name(monkeypatch: pytest.MonkeyPatch
     assert len(names) == 1 + len(sources)
 
 
-def test_processor_takes_the_best_set_of_extras_that_it_has_whole() -> None:
+def test_processor_uses_the_best_set_of_extras_that_it_supports() -> None:
     level = build.LEVELS["avx512"]
     assert level.extras_for(frozenset({"avx512_bf16", "avx512_vnni", "sse"})) == ("avx512_bf16", "avx512_vnni")
     assert level.extras_for(frozenset({"avx512_vnni"})) == ("avx512_vnni",)
     assert level.extras_for(frozenset({"avx512_bf16"})) == level.extras_for(frozenset()) == ()
 
 
-def test_machine_without_a_compiler_is_told_to_get_one(place: Place) -> None:
+def test_missing_compiler_is_an_error_that_says_how_to_install_one(place: Place) -> None:
     empty = place.folder / "empty"
     empty.mkdir()
     words = place.use(1, PATH=str(empty))
@@ -590,7 +588,7 @@ def test_machine_without_a_compiler_is_told_to_get_one(place: Place) -> None:
     ],
     ids=["refuses", "refuses silently", "refuses in latin-1", "writes nothing", "has no shell", "is no program"],
 )
-def test_compiler_that_fails_is_named_with_what_it_said(place: Place, text: str | bytes, words: str) -> None:
+def test_error_of_a_failed_compiler_has_its_name_and_output(place: Place, text: str | bytes, words: str) -> None:
     assert re.search(words, place.use(1, CXX=place.compiler(text)))
     assert not list(place.cache.rglob("*.part"))
 
@@ -599,7 +597,7 @@ def test_compiler_that_fails_is_named_with_what_it_said(place: Place, text: str 
     "kept",
     [0, 1000, -1, *(pytest.param(kept, marks=pytest.mark.slow) for kept in (10, 64, 4096, 100_000, -40_000, -32))],
 )
-def test_library_that_was_cut_short_is_compiled_again(place: Place, kept: int) -> None:
+def test_truncated_library_is_compiled_again(place: Place, kept: int) -> None:
     copier = place.copier()
     place.use(CXX=copier)
     whole = place.library()
@@ -610,7 +608,7 @@ def test_library_that_was_cut_short_is_compiled_again(place: Place, kept: int) -
     assert place.use(CXX=copier).endswith("32.0\n") and place.n_runs == 2
 
 
-def test_library_with_a_damaged_byte_or_none_of_its_own_is_compiled_again(place: Place) -> None:
+def test_damaged_or_unsealed_library_is_compiled_again(place: Place) -> None:
     copier = place.copier()
     place.use(CXX=copier)
     whole = place.library()
@@ -633,7 +631,7 @@ def test_library_of_another_layout_is_never_called(place: Place, other_layout: P
     assert "does not fit this version of swiftopt" in place.use(1, CXX=place.copier(other_layout))
 
 
-def test_cache_that_cannot_be_written_costs_a_compilation_per_process(place: Place) -> None:
+def test_each_process_compiles_when_the_cache_cannot_be_written(place: Place) -> None:
     file = place.folder / "file"
     file.write_text("")
     for n in (1, 2):
@@ -644,7 +642,7 @@ def test_cache_that_cannot_be_written_costs_a_compilation_per_process(place: Pla
 
 @pytest.fixture
 def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[pytest.MonkeyPatch]:
-    """A process that has not looked for a library yet, with a cache of its own."""
+    """A process that has not looked for a library yet, with its own cache."""
 
     def forget() -> None:
         build.kernels.cache_clear()
@@ -660,9 +658,7 @@ def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[pytest.Mo
     forget()
 
 
-def test_model_is_computed_by_torch_where_there_is_no_library(
-    fresh: pytest.MonkeyPatch, place: Place, tmp_path: Path
-) -> None:
+def test_torch_runs_the_model_without_a_library(fresh: pytest.MonkeyPatch, place: Place, tmp_path: Path) -> None:
     save(tmp_path / "model", dtype=torch.bfloat16)
     fresh.setenv(build.COMPILER, place.compiler("#!/bin/sh\necho 'the disk is full' >&2\nexit 1\n"))
     runtime = load(str(tmp_path / "model"), "bfloat16", "cpu")
@@ -698,7 +694,7 @@ def test_every_level_can_be_forced(fresh: pytest.MonkeyPatch) -> None:
         assert runtime.speed == "native" and runtime.native is not None and runtime.native.kernels.level == level
 
 
-def test_compiler_that_does_not_know_the_best_level_makes_the_next(fresh: pytest.MonkeyPatch, place: Place) -> None:
+def test_next_level_is_compiled_when_the_compiler_lacks_the_best(fresh: pytest.MonkeyPatch, place: Place) -> None:
     ready = place.folder / "ready"
     ready.write_bytes(without_seal(library(LEVELS[-1])))
     copier = place.copier(ready)
@@ -713,7 +709,7 @@ def test_compiler_that_does_not_know_the_best_level_makes_the_next(fresh: pytest
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="tiles are x86-64's")
-def test_tiles_that_linux_does_not_grant_are_not_used(fresh: pytest.MonkeyPatch) -> None:
+def test_amx_tiles_need_permission_from_linux(fresh: pytest.MonkeyPatch) -> None:
     fresh.setattr(build, "cpu_words", lambda _: " ".join(build.LEVELS["amx"].needs))
     for granted in (True, False):
         fresh.setattr(build, "_enable_tiles", lambda granted=granted: granted)
@@ -722,7 +718,7 @@ def test_tiles_that_linux_does_not_grant_are_not_used(fresh: pytest.MonkeyPatch)
         assert can == {"amx", "avx512", "portable"} - (set() if granted else {"amx"})
 
 
-def test_level_that_the_processor_has_not_is_refused() -> None:
+def test_unsupported_level_is_refused() -> None:
     missing = [name for name in build.LEVELS if name not in LEVELS]
     if not missing:
         pytest.skip("this processor can run all levels")

@@ -1,4 +1,4 @@
-"""The files under deploy/kubernetes/ are held to laws by reading them, and to what Docker files, CLI and server say."""
+"""The files under deploy/kubernetes/ fit their schemas and agree with the Docker files, the CLI and the server."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def of_kind(kind: str) -> list[Object]:
 
 
 def pods() -> list[Any]:
-    """The pod of each Deployment and StatefulSet, by its name."""
+    """Return the pod of each Deployment and StatefulSet by name."""
     found = [*of_kind("Deployment"), *of_kind("StatefulSet")]
     return [pytest.param(each["spec"]["template"], id=each["metadata"]["name"]) for each in found]
 
@@ -87,7 +87,7 @@ def ours() -> list[Any]:
 
 
 def environment(template: Object) -> dict[str, str]:
-    """The variables of a pod's one container."""
+    """Return the environment variables of a pod's only container."""
     entry = container(template)
     own = {each["name"]: each["value"] for each in entry.get("env", ())}
     names = [each["configMapRef"]["name"] for each in entry.get("envFrom", ())]
@@ -96,7 +96,7 @@ def environment(template: Object) -> dict[str, str]:
 
 
 def mounted(template: Object) -> Iterator[str]:
-    """Paths of the files that the pod's secrets put into its container."""
+    """Return the paths of the files that secrets mount in the pod's container."""
     secrets = {each["name"]: each["secret"]["secretName"] for each in template["spec"]["volumes"] if "secret" in each}
     for mount in container(template)["volumeMounts"]:
         if mount["name"] in secrets:
@@ -119,7 +119,7 @@ def test_objects_fit_the_kubernetes_schemas(path: Path) -> None:
 
 
 def of_the_manual() -> dict[str, Object]:
-    """The objects that docs/operations.md shows, by kind."""
+    """Return the objects in docs/operations.md by kind."""
     text = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")
     blocks = re.findall(r"^```yaml\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
     found = [each for block in blocks for each in yaml.safe_load_all(block)]
@@ -127,8 +127,8 @@ def of_the_manual() -> dict[str, Object]:
     return {each["kind"]: each for each in found}
 
 
-def test_gateways_of_the_manual_keep_a_chat_on_a_replica() -> None:
-    """By the header that our client sends; what they name is there."""
+def test_gateways_in_the_manual_route_a_chat_to_one_replica() -> None:
+    """They hash the header that the client sends, and the services that they name exist."""
     shown = of_the_manual()
     route, policy, rule = (shown[kind] for kind in ("HTTPRoute", "BackendTrafficPolicy", "DestinationRule"))
     (service,) = named("Service", "swiftopt")["spec"]["ports"]
@@ -146,7 +146,7 @@ def test_gateways_of_the_manual_keep_a_chat_on_a_replica() -> None:
     assert {each["metadata"]["namespace"] for each in (route, policy, rule)} == {namespace}
 
 
-def test_ingress_of_the_manual_fits_the_schema_and_leads_to_the_service() -> None:
+def test_ingress_in_the_manual_fits_the_schema_and_names_the_service() -> None:
     found = of_the_manual()["Ingress"]
     validate(found)
     (rule,) = found["spec"]["rules"]
@@ -156,14 +156,14 @@ def test_ingress_of_the_manual_fits_the_schema_and_leads_to_the_service() -> Non
     assert f"$http_{SESSION.lower().replace('-', '_')}" in found["metadata"]["annotations"]["nginx.org/lb-method"]
 
 
-def test_schema_would_find_a_mistake() -> None:
+def test_schema_check_finds_a_mistake() -> None:
     wrong = named("Deployment", "swiftopt-server")
     wrong["spec"]["template"]["spec"]["containers"][0]["livenesProbe"] = {}
     with pytest.raises(kubernetes_validate.ValidationError, match="livenesProbe"):
         validate(wrong)
 
 
-def test_custom_objects_have_what_their_operators_require() -> None:
+def test_custom_objects_have_the_fields_that_their_operators_require() -> None:
     (monitor,) = of_kind("PodMonitor")
     assert monitor["spec"]["selector"] and monitor["spec"]["podMetricsEndpoints"]
     scaled = of_kind("ScaledObject")
@@ -190,7 +190,7 @@ def test_kustomization_names_every_file_beside_it(folder: str) -> None:
     assert folder == "base" or resources[0] == ("../gpu" if folder == "gpu-large" else "../base")
 
 
-def test_images_are_those_of_compose() -> None:
+def test_images_equal_those_of_compose() -> None:
     (base,) = objects(FOLDER / "base" / "kustomization.yaml")
     (image,) = base["images"]
     assert image["newTag"] == f"{VERSION}-cpu"
@@ -203,7 +203,7 @@ def test_images_are_those_of_compose() -> None:
 
 
 def apply(found: Object, op: str, path: str, value: Any = None) -> None:
-    """One operation of a JSON patch; what it replaces, tests or removes must be there."""
+    """Apply an operation of a JSON patch; what it replaces, tests or removes must exist."""
     parent: Any = found
     *parts, last = [part.replace("~1", "/").replace("~0", "~") for part in path.split("/")[1:]]
     for part in parts:
@@ -224,7 +224,7 @@ def apply(found: Object, op: str, path: str, value: Any = None) -> None:
 
 
 def built(folder: Path) -> dict[tuple[str, str], Object]:
-    """The objects of a kustomization by kind and name, patched."""
+    """Return the patched objects of a kustomization by kind and name."""
     (found,) = objects(folder / "kustomization.yaml")
     made: dict[tuple[str, str], Object] = {}
     for name in found["resources"]:
@@ -258,7 +258,7 @@ def image_name(entry: Object) -> str:
 
 
 @pytest.mark.parametrize("folder", OVERLAYS)
-def test_what_kustomize_makes_fits_the_schemas(folder: str) -> None:
+def test_output_of_kustomize_fits_the_schemas(folder: str) -> None:
     for each in built(FOLDER / folder).values():
         if CUSTOM.get(each["apiVersion"]) != each["kind"]:
             validate(each)
@@ -266,7 +266,7 @@ def test_what_kustomize_makes_fits_the_schemas(folder: str) -> None:
 
 @pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl is not here to build the overlays with")
 @pytest.mark.parametrize("folder", OVERLAYS)
-def test_kustomize_makes_the_same(folder: str) -> None:
+def test_kustomize_output_equals_the_patched_objects(folder: str) -> None:
     command = ["kubectl", "kustomize", str(FOLDER / folder)]
     printed = subprocess.run(command, check=True, capture_output=True, text=True)
     assert printed.stderr == ""
@@ -280,11 +280,11 @@ def test_kustomize_makes_the_same(folder: str) -> None:
 
 @pytest.mark.parametrize("folder", OVERLAYS)
 def test_chart_may_wrap_what_kustomize_makes(folder: str) -> None:
-    """Helm reads braces as its own: `helm template` of these objects is what they are."""
+    """Helm evaluates double braces, so objects in a chart must contain none."""
     assert "{{" not in yaml.safe_dump_all(built(FOLDER / folder).values())
 
 
-def test_pods_for_gpus_ask_for_one_each_and_go_where_one_is() -> None:
+def test_gpu_pods_request_one_gpu_each_and_select_gpu_nodes() -> None:
     made = built(FOLDER / "gpu")
     for name in ("swiftopt-server", "swiftopt-worker"):
         spec = made["Deployment", name]["spec"]
@@ -305,7 +305,7 @@ def test_pods_for_gpus_ask_for_one_each_and_go_where_one_is() -> None:
     assert GPU not in str(made["StatefulSet", "swiftopt-redis"])
 
 
-def test_model_larger_than_a_gpu_has_one_server_over_all_of_its_pods_gpus() -> None:
+def test_model_larger_than_a_gpu_is_served_over_all_gpus_of_its_pod() -> None:
     made = built(FOLDER / "gpu-large")
     server, worker = (made["Deployment", name]["spec"] for name in ("swiftopt-server", "swiftopt-worker"))
     entry = container(server["template"])
@@ -320,7 +320,7 @@ def test_model_larger_than_a_gpu_has_one_server_over_all_of_its_pods_gpus() -> N
 
 
 def parsed(words: list[str]) -> dict[str, Any]:
-    """The options that a command line of ours sets; it must be one."""
+    """Parse a swiftopt command line and return the options that it sets."""
     context = click.Context(program, **program.context_settings)  # click keeps what a first context says of --help
     command = program.get_command(context, words[0])
     assert command is not None
@@ -329,7 +329,7 @@ def parsed(words: list[str]) -> dict[str, Any]:
     return own.params
 
 
-def test_server_listens_where_its_service_and_probes_look() -> None:
+def test_server_listens_on_the_port_of_its_service_and_probes() -> None:
     template = pod("swiftopt-server")
     entry = container(template)
     values = dict(environment(template))
@@ -350,7 +350,7 @@ def test_server_listens_where_its_service_and_probes_look() -> None:
     assert entry["startupProbe"]["periodSeconds"] * entry["startupProbe"]["failureThreshold"] >= 1800
 
 
-def test_worker_runs_what_compose_runs() -> None:
+def test_worker_runs_the_command_of_compose() -> None:
     entry = container(pod("swiftopt-worker"))
     queue = environment(pod("swiftopt-worker"))["SWIFTOPT_QUEUE"]
     told = [re.sub(r"\$\{\w+:-(\w+)\}", r"\1", word) for word in COMPOSE["worker"]["command"]]
@@ -359,7 +359,7 @@ def test_worker_runs_what_compose_runs() -> None:
     assert "livenessProbe" not in entry
 
 
-def test_redis_runs_what_compose_runs() -> None:
+def test_redis_runs_the_command_of_compose() -> None:
     entry = container(pod("swiftopt-redis"))
     told = [re.sub(r"\$\{\w+:-(\w+)\}", r"\1", word) for word in COMPOSE["valkey"]["command"]]
     assert entry["args"] == told
@@ -369,7 +369,7 @@ def test_redis_runs_what_compose_runs() -> None:
 
 
 @pytest.mark.parametrize("template", ours())
-def test_variables_are_read_and_secrets_lie_where_they_point(template: Object) -> None:
+def test_variables_are_known_and_point_to_mounted_secrets(template: Object) -> None:
     found = environment(template)
     assert list(warn_misspelt(found)) == []
     assert template["spec"]["enableServiceLinks"] is False  # else SWIFTOPT_PORT and others would come beside them
@@ -379,8 +379,8 @@ def test_variables_are_read_and_secrets_lie_where_they_point(template: Object) -
     assert found["SWIFTOPT_REDIS_URL"] == f"redis://{named('Service', 'swiftopt-redis')['metadata']['name']}:6379/0"
 
 
-def test_server_does_not_start_on_the_examples_keys(tmp_path: Path) -> None:
-    """The example has no key in it that somebody could forget to replace."""
+def test_example_secret_contains_no_usable_key(tmp_path: Path) -> None:
+    """Nobody can forget to replace a key of the example."""
     file = tmp_path / "api_keys"
     file.write_text(named("Secret", "swiftopt-keys")["stringData"]["api_keys"], encoding="utf-8")
     with pytest.raises(SettingsError, match="no API key is set"):
@@ -391,7 +391,7 @@ def test_server_does_not_start_on_the_examples_keys(tmp_path: Path) -> None:
 # --- how it ends and scales
 
 
-def test_requests_in_flight_get_time_to_end() -> None:
+def test_pods_have_time_to_finish_requests_in_flight() -> None:
     spec = pod("swiftopt-server")["spec"]
     command, seconds = container(pod("swiftopt-server"))["lifecycle"]["preStop"]["exec"]["command"]
     assert command == "sleep" and spec["terminationGracePeriodSeconds"] > int(seconds) + DRAIN_S
@@ -399,12 +399,12 @@ def test_requests_in_flight_get_time_to_end() -> None:
     assert rollout == {"maxSurge": 1, "maxUnavailable": 0}
 
 
-def test_worker_gets_the_time_that_compose_gives_it() -> None:
+def test_worker_has_the_grace_period_of_compose() -> None:
     minutes = int(COMPOSE["worker"]["stop_grace_period"].removesuffix("m"))
     assert pod("swiftopt-worker")["spec"]["terminationGracePeriodSeconds"] == 60 * minutes
 
 
-def test_workers_are_scaled_by_the_lists_that_rq_keeps() -> None:
+def test_workers_are_scaled_by_the_lists_of_rq() -> None:
     name = named("ConfigMap", "swiftopt")["data"]["SWIFTOPT_QUEUE"]
     scaled = named("ScaledObject", "swiftopt-worker")["spec"]
     triggers = {each["name"]: each["metadata"] for each in scaled["triggers"]}
@@ -418,7 +418,7 @@ def test_workers_are_scaled_by_the_lists_that_rq_keeps() -> None:
     assert {each["address"] for each in triggers.values()} == {f"{service}.{namespace}.svc:6379"}
 
 
-def test_scaled_deployments_leave_the_number_of_replicas_to_keda() -> None:
+def test_scaled_deployments_have_no_number_of_replicas() -> None:
     (overlay,) = objects(FOLDER / "scaled" / "kustomization.yaml")
     (patch,) = overlay["patches"]
     assert patch["target"] == {"kind": "Deployment"}
@@ -428,7 +428,7 @@ def test_scaled_deployments_leave_the_number_of_replicas_to_keda() -> None:
     }
 
 
-def test_selectors_choose_the_pods_that_they_are_for() -> None:
+def test_selectors_match_their_pods() -> None:
     labels = {each.id: each.values[0]["metadata"]["labels"] for each in pods()}
     chosen = {
         "swiftopt": named("Service", "swiftopt")["spec"]["selector"],
@@ -468,7 +468,7 @@ def test_pods_are_hardened(template: Object) -> None:
 
 
 @pytest.mark.parametrize("template", ours())
-def test_our_pods_run_as_the_images_user_and_may_write_where_it_writes(template: Object) -> None:
+def test_pods_run_as_the_images_user_with_its_writable_folders(template: Object) -> None:
     user = template["spec"]["securityContext"]
     assert f"USER {user['runAsUser']}:{user['runAsGroup']}" in DOCKERFILE and user["fsGroup"] == user["runAsGroup"]
     writable = {each["name"] for each in template["spec"]["volumes"] if "emptyDir" in each}
@@ -477,7 +477,7 @@ def test_our_pods_run_as_the_images_user_and_may_write_where_it_writes(template:
     assert paths == {cache, "/tmp"}
 
 
-def test_no_object_that_is_applied_holds_a_secret() -> None:
+def test_applied_objects_contain_no_secret() -> None:
     applied = [path for path in files() if path.parent != FOLDER]
     assert not any(each["kind"] == "Secret" for path in applied for each in objects(path))
     for path in applied:

@@ -1,4 +1,4 @@
-"""The shape of the code: imports point down, no floor imports a wing, and the front doors start without torch."""
+"""The structure of the code: imports point down, floors import no wing, and the front doors start without torch."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ ALLOWED = {("cli", "server")}  # The serve command is the one front door to the 
 
 @cache
 def nodes(path: Path) -> list[ast.AST]:
-    """All of a file's."""
+    """Return all syntax nodes of a file."""
     return list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
 
 
 def imported(path: Path) -> list[tuple[str, int]]:
-    """(package of ours, line) for every import in a file, absolute or relative, also inside functions."""
+    """Return (package, line) of every import of this project in a file, even inside functions."""
     depth = len(path.relative_to(ROOT).parts)
     found = []
     for node in nodes(path):
@@ -75,7 +75,7 @@ def test_no_floor_imports_a_wing() -> None:
 
 
 def test_cli_and_bench_do_not_import_each_other() -> None:
-    """The bench comes after the command line, which it must not import either."""
+    """Neither may import the other, because the bench can be left out and does not need the commands."""
     imports = {(here, there) for here in ("cli", "bench") for path in sources(here) for there, _ in imported(path)}
     assert imports.isdisjoint({("cli", "bench"), ("bench", "cli")}) and ("cli", "terminal") in imports
 
@@ -91,7 +91,7 @@ def test_what_wings_name_is_there() -> None:
 
 
 def test_wheel_has_no_script_of_developers() -> None:
-    """`setup.py` names the modules that it leaves out; a wing's program is run by `python -m` from a checkout."""
+    """`setup.py` names the modules that it leaves out, which are run with `python -m` from a checkout."""
     left_out = (ROOT / "setup.py").read_text(encoding="utf-8")
     scripts = {path for wing in WINGS for path in (ROOT / wing).rglob("*.py") if "__main__" in path.read_text("utf-8")}
     scripts -= {ROOT / "engines" / "program.py"}  # It runs in the environments of other engines.
@@ -132,7 +132,7 @@ def test_every_public_name_can_be_imported() -> None:
 
 
 def imports_of(path: Path) -> set[Path]:
-    """Our files that a file imports, anywhere in it, for type checkers only as well."""
+    """Return the project's files that a file imports, even only for type checkers."""
     found = set()
     for node in nodes(path):
         if not isinstance(node, ast.ImportFrom) or not node.level:
@@ -163,7 +163,7 @@ def test_no_file_needs_itself_through_others() -> None:
 
 
 def test_no_class_name_means_two_things() -> None:
-    """Private names are a file's own business."""
+    """Private names may repeat in other files."""
     found: dict[str, list[str]] = {}
     for path in sources():
         for node in nodes(path):

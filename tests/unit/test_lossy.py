@@ -1,4 +1,4 @@
-"""What the lossy verifiers promise: the inequality each of them is defined by, on random tables."""
+"""The lossy verifiers satisfy the inequality of their definition, on random tables."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ OWN = 5  # the token the target chooses wherever it is asked
 
 
 class RandomTarget:
-    """One random distribution per node; an answer of its own is always `OWN`."""
+    """A target with a random distribution per node, which always draws `OWN`."""
 
     greedy = False
 
@@ -64,7 +64,7 @@ def table(seed: int, n: int, sharpness: float = 2.0) -> Tensor:
 
 
 def drafted(seed: int, length: int, top_k: int, top_p: float) -> Draft:
-    """A chain of tokens drawn from the warped draft table, with their log probabilities."""
+    """Draw a chain of tokens from the warped draft table, with their log probabilities."""
     rows = warp(table(seed, length), top_k, top_p)
     tokens = [int(torch.multinomial(row, 1, generator=torch.Generator().manual_seed(seed))) for row in rows]
     logprobs = [math.log(float(row[token])) for row, token in zip(rows, tokens, strict=True)]
@@ -119,7 +119,7 @@ def test_threshold_zero_keeps_all_that_the_target_does_not_rule_out() -> None:
 
 
 def check_first_refusal(verifier: Verifier, seed: int, length: int, answered: bool, margins: list[float]) -> None:
-    """`margins[i]` > 0 says that token i is to stand; the block ends at the first that is not."""
+    """Check that the block ends at the first token i with `margins[i]` <= 0."""
     draft = drafted(seed, length, VOCAB, 1.0)
     n_checked = length + 1 if answered else max(1, length)
     target = RandomTarget(verifier, draft, table(seed + 1, length + 1), n_checked)

@@ -1,4 +1,4 @@
-"""What crosses the border between a server and an engine's process arrives as it was sent, or is refused in words."""
+"""Messages between a server and an engine's process arrive unchanged, or are refused with a reason."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a norm computes is found by probing it, whatever its class is called."""
+"""The kind of a norm is determined by probing it, whatever its class is called."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ HERE: Any = (torch.float32, torch.device("cpu"))
 
 
 class Outside(LlamaRMSNorm):
-    """Adds epsilon behind the root."""
+    """A norm that adds epsilon after the root."""
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         root = hidden_states.square().mean(-1, keepdim=True).sqrt()
@@ -35,7 +35,7 @@ class Outside(LlamaRMSNorm):
 
 
 class Shifted(LlamaRMSNorm):
-    """Has a parameter of another name."""
+    """A norm whose parameter has another name."""
 
     def __init__(self) -> None:
         super().__init__(WIDTH)

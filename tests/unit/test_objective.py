@@ -1,4 +1,4 @@
-"""What a window is worth, by hand and by law."""
+"""The value of windows: examples by hand, and laws."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_matchness_is_the_share_of_argmax_hits() -> None:
 
 
 def test_replay_counts_a_perfect_confident_window_by_hand() -> None:
-    """Ten positions, all right, all sure: every round drafts N_D = 4 tokens and gains the bonus token."""
+    """All ten positions are right and confident, so every round drafts N_D = 4 tokens and gains the bonus token."""
     score = WindowScore((0,) * 10, (0.99,) * 10)
     played = replay([score], SwiftSettings(max_draft_length=4, dynamic_verification=False))
     assert (played.tokens, played.draft_steps) == pytest.approx((10, 8)) and played.widths == pytest.approx({5: 2})
@@ -110,7 +110,7 @@ def test_expected_speedup_is_equation_6_when_rows_are_free() -> None:
 
 
 def test_objective_prefers_the_set_that_saves_more_time_at_equal_matches() -> None:
-    """Two cheap attention blocks lose against one dear MLP where the clock says so; matchness cannot tell."""
+    """One expensive MLP saves more time than two cheap attention blocks at the same matchness."""
     costs = flat_costs(attn_s=1.0, mlp_s=8.0)
     attention, mlp = LayerSet(4, frozenset({1, 2}), frozenset()), LayerSet(4, frozenset(), frozenset({1}))
     score = WindowScore((0,) * 8, (0.9,) * 8)

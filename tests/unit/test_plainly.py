@@ -1,4 +1,4 @@
-"""Why nothing was drafted, by what a completion counts."""
+"""The reason why nothing was drafted, by the counts of a completion."""
 
 from __future__ import annotations
 

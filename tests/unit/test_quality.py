@@ -1,4 +1,4 @@
-"""How answers are judged: code by running it in a confined process, numbers, words and summaries by their reference."""
+"""Judging of answers: code runs in a confined process; numbers, words and summaries are compared with a reference."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The ratio verifiers are exact: over all draws of draft and target, the output distribution is the target's.
 
-Every draw branches: of the drafter, of the acceptance tests, of the residuals. A run of drafter and verifier is
-replayed once per way its draws can go, so nothing here is sampled and the bound is rounding alone.
+Every draw of the drafter, of acceptance tests and of residuals branches. A run of drafter and verifier is replayed for
+each sequence of outcomes, so that nothing is sampled, and only rounding errors remain.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Result = TypeVar("Result")
 
 @cache
 def table(path: Path, salt: int, zeros: bool) -> Tensor:
-    """A fixed conditional distribution per prefix; with `zeros` one token is impossible after some prefixes."""
+    """Return a conditional distribution per prefix; with `zeros` a token is impossible after some prefixes."""
     mixed = sum((i + 2) * (t + 1) for i, t in enumerate(path))
     weights = torch.tensor([1.0 + (7 * mixed + salt * t) % 5 for t in range(VOCAB)], dtype=torch.float64)
     if zeros and mixed % 3 == 2:
@@ -55,7 +55,7 @@ def draft_table(path: Path) -> Tensor:
 
 
 class Branches:
-    """One run's draws: those of `script`, then always the first possible one; `others` are the scripts not taken."""
+    """The draws of a run: those of `script`, then the first possible ones; `others` are the alternative scripts."""
 
     def __init__(self, script: Path) -> None:
         self.script, self.taken, self.weight = script, (), 1.0
@@ -75,7 +75,7 @@ class Branches:
 
 
 def all_runs(program: Callable[[Branches], Result]) -> Iterator[tuple[Result, float]]:
-    """Every result of a program and its probability."""
+    """Return every result of a program with its probability."""
     pending: list[Path] = [()]
     while pending:
         branches = Branches(pending.pop())
@@ -85,7 +85,7 @@ def all_runs(program: Callable[[Branches], Result]) -> Iterator[tuple[Result, fl
 
 
 class BranchingRule(TokenRule):
-    """A rule whose draws for the draft branch."""
+    """A rule whose draws for drafts branch."""
 
     def __init__(self, branches: Branches, sampling: Sampling) -> None:
         plain = TokenRule.of(sampling, None)
@@ -99,7 +99,7 @@ class BranchingRule(TokenRule):
 
 
 class TableModel(DraftModel):
-    """A draft model that reads `draft_table`; like another it numbers nodes as they are added."""
+    """A draft model with the distributions of `draft_table`, which numbers nodes in the order of adding."""
 
     def check(self, runtime: Any) -> None: ...
 
@@ -115,10 +115,9 @@ class TableModel(DraftModel):
 
 
 class TableTarget:
-    """A target that answers from `target_table` and whose draws branch.
+    """A target with the distributions of `target_table`, whose draws branch.
 
-    What is drawn after a node is a number until it is used, and branches only then: what becomes of the others changes
-    nothing.
+    A draw branches only when it is used, because unused draws have no effect.
     """
 
     greedy = False
@@ -166,7 +165,7 @@ class TableTarget:
 
 
 class ReadTarget(TableTarget):
-    """One that weighs all of a draft at once, whose tokens may not be read yet."""
+    """A target that weighs a whole draft at once, whose tokens may still be unread."""
 
     def __init__(self, branches: Branches, n_checked: int, draft: Draft, verifier: Verifier) -> None:
         read = draft if draft.unread is None else draft.read(draft.unread.flatten().tolist())
@@ -212,7 +211,7 @@ def likelihood(tokens: Path, start: int = 0) -> float:
 
 
 def worst_error(found: list[tuple[Walk, float]], length: int) -> float:
-    """Each outcome continued by the target to a common length, against the target's own joint distribution."""
+    """Continue each outcome with the target to a common length; return the largest error of the joint distribution."""
     joint = dict.fromkeys(itertools.product(range(VOCAB), repeat=length), 0.0)
     for walked, weight in found:
         assert 0 < len(walked.token_ids) <= length
@@ -235,7 +234,7 @@ def sequences(n: int, length: int, replacement: bool) -> SequencesDrafter:
 
 
 def branching(n: int) -> ChainDrafter:
-    """SWIFT's drafts: `n` candidates where the draft is unsure, one less where it is not, and an early stop."""
+    """SWIFT's drafts: `n` candidates if the draft is unsure, otherwise one less, and an early stop."""
     return ChainDrafter(TableModel(), StopRule(2, 0.45), branching=((0.5, n), (1.0, n - 1)), sampled=True)
 
 
@@ -269,7 +268,7 @@ def test_output_is_distributed_as_the_target(case: str, way: str) -> None:
 @pytest.mark.parametrize("way", [AT_ONCE, TOGETHER, LATE])
 @pytest.mark.parametrize("case", ["chain", "block"])
 @pytest.mark.parametrize("n_checked", [1, 2, 3])
-def test_output_is_exact_where_the_target_answers_for_some_nodes_only(case: str, n_checked: int, way: str) -> None:
+def test_output_is_exact_if_the_target_reads_only_some_nodes(case: str, n_checked: int, way: str) -> None:
     drafter, verifier, depth = CASES[case]
     found = outcomes(drafter, verifier, depth, n_checked, way=way)
     assert worst_error(found, depth + 1) < 1e-12
@@ -277,7 +276,7 @@ def test_output_is_exact_where_the_target_answers_for_some_nodes_only(case: str,
 
 
 def test_some_chosen_and_some_sampled_nodes_are_exact_together() -> None:
-    """Without the offer of its second node, a chain with a fixed second token is half one-hot, half weighed."""
+    """In a chain whose second token is fixed, one node is chosen and the other sampled."""
 
     def fix(draft: Draft) -> Draft:
         tree = DraftTree((0, draft.tree.token_ids[1], 1, 2), (-1, 0, 1, 2), 3)
@@ -297,30 +296,30 @@ def test_block_verification_never_accepts_fewer_tokens() -> None:
 
 
 @pytest.mark.parametrize("verifier", [SeveralRatio(), SeveralRatio(tries=k_seq)], ids=["with", "k-seq"])
-def test_further_tries_accept_more(verifier: Verifier) -> None:
+def test_more_candidates_accept_more_tokens(verifier: Verifier) -> None:
     few, many = (mean_accepted(outcomes(sequences(n, 1, True), verifier, 1)) for n in (1, 3))
     assert many > few + 0.01
 
 
 def distinct(draft: Draft) -> Draft:
-    """The natural mistake: repeats dropped."""
+    """A typical mistake: repeated candidates are dropped."""
     offers = {n: replace(o, nodes=tuple(dict.fromkeys(o.nodes))) for n, o in draft.offers.items()}
     return replace(draft, offers=offers)
 
 
 def as_independent(draft: Draft) -> Draft:
-    """Draws that exclude each other passed off as independent ones."""
+    """A typical mistake: draws without replacement are treated as independent."""
     return replace(draft, offers={n: replace(o, replaced=True) for n, o in draft.offers.items()})
 
 
 class PlainRedraw(TableTarget):
-    """Draws from the target itself where the residual was asked for."""
+    """A typical mistake: the target is drawn from instead of the residual."""
 
     def draw(self, drawn: float) -> int:
         return self.branches.pick(target_table(()).tolist())
 
 
-def test_enumeration_catches_a_wrong_rule() -> None:
+def test_enumeration_detects_a_wrong_rule() -> None:
     many = sequences(3, 1, True)
     assert worst_error(outcomes(many, SeveralRatio(tries=k_seq), 1, tamper=distinct), 2) > 0.001
     apart = sequences(3, 1, False)
@@ -334,7 +333,7 @@ def test_enumeration_catches_a_wrong_rule() -> None:
 
 
 @pytest.mark.parametrize("replacement", [True, False])
-def test_sequences_of_equal_beginning_share_their_nodes(replacement: bool) -> None:
+def test_sequences_with_a_common_prefix_share_its_nodes(replacement: bool) -> None:
     def program(branches: Branches) -> Draft:
         return offered(sequences(3, 2, replacement), branches, 2, Sampling(temperature=1.0))
 
@@ -354,7 +353,7 @@ def test_sequences_of_equal_beginning_share_their_nodes(replacement: bool) -> No
     assert (min(shapes) == 3) == replacement  # three equal sequences: root and two tokens
 
 
-def test_greedy_request_gets_its_sequences_without_chance() -> None:
+def test_greedy_request_gets_deterministic_sequences() -> None:
     def drafted(replacement: bool) -> Draft:
         (draft, weight), *others = all_runs(lambda b: offered(sequences(2, 2, replacement), b, 2, Sampling()))
         assert weight == 1.0 and not others and not draft.offers
@@ -369,7 +368,7 @@ def test_greedy_request_gets_its_sequences_without_chance() -> None:
 
 
 @pytest.mark.parametrize("seed", [0, 7, 2**32 + 7, 2**61])
-def test_draws_of_draft_target_and_acceptance_do_not_tell_of_each_other(seed: int) -> None:
+def test_draws_of_draft_target_and_acceptance_are_independent(seed: int) -> None:
     """Equal or correlated streams would bias every rule above: 200 draws, |correlation| < 0.35 (false alarm 3e-6)."""
     rule = TokenRule.of(Sampling(temperature=1.0, seed=seed), None)
     even = torch.full((1000,), 1e-3, dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""Layer-set records in files: our exchanged object, and the published skip_layers.json."""
+"""Layer-set records in files: swiftopt's JSON object, and the published skip_layers.json."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_record_survives_its_json_but_for_its_job(record: LayerSetRecord) -> Non
 @given(layer_set=layer_sets())
 @settings(max_examples=20, deadline=None)
 def test_layer_set_survives_the_json_of_what_holds_it(layer_set: LayerSet) -> None:
-    """A checkpoint is written by an adapter of its own, whose settings are not those of records."""
+    """Checkpoints are written by another adapter than records, with other settings."""
     holder = TypeAdapter(dict[str, LayerSet])
     assert holder.validate_python(json.loads(holder.dump_json({"kept": layer_set}))) == {"kept": layer_set}
     assert LayerSet.from_json(layer_set.to_json()) == layer_set

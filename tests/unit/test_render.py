@@ -1,4 +1,4 @@
-"""What the terminal shows: every line fits, and says what the values say."""
+"""Views at the terminal: every line fits and agrees with the values."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ COMMAND = ["swiftopt", "generate", "--model", "smollm2-135m", "--task", "notes",
 
 
 def drawn(renderable: RenderableType, width: int) -> list[str]:
-    """The lines a console of that width prints; one that is too long stays too long."""
+    """Return the lines that a console of that width prints, without cutting long ones."""
     console = Console(file=io.StringIO(), width=width, markup=False, highlight=False, emoji=False)
     with console.capture() as captured:
         console.print(renderable)
@@ -126,7 +126,7 @@ def test_layer_map_has_one_mark_per_sub_layer_and_fits(n_layers: int, width: int
         assert marks == "".join(SKIPPED if i in skipped else KEPT for i in range(n_layers))
 
 
-def test_layer_map_and_counts_leave_out_sub_layers_that_there_are_not() -> None:
+def test_layer_map_and_counts_omit_missing_sub_layers() -> None:
     hybrid = LayerSet(5, frozenset({1}), formats=(("mlp", "int4"),), absent=("mlp:1", "attn:2", "mlp:4"))
     lines = drawn(layer_map(hybrid, 80), 80)
     attention, mlp = f"{KEPT} {SKIPPED}   {KEPT} {KEPT}", f"{KEPT}   {KEPT} {KEPT}"
@@ -137,13 +137,13 @@ def test_layer_map_and_counts_leave_out_sub_layers_that_there_are_not() -> None:
     assert map_words(hybrid) == f"Attention: {attention}. MLP: {mlp}. Head: kept."
 
 
-def test_layer_map_has_the_numbers_of_experts_that_a_draft_takes() -> None:
+def test_layer_map_shows_the_numbers_of_experts_of_a_draft() -> None:
     lines = drawn(layer_map(LayerSet(5, frozenset({2}), frozenset({3}), experts=(("mlp", 2), ("mlp:1", 1))), 80), 80)
     assert "".join(lines[2].split()) == f"mlp212{SKIPPED}2" and "".join(lines[1].split()).count(KEPT) == 4
 
 
 @pytest.mark.parametrize("n_layers", [30, 80])
-def test_layer_map_ruler_stands_above_its_layers(n_layers: int) -> None:
+def test_layer_map_ruler_is_aligned_with_its_layers(n_layers: int) -> None:
     layer_set = LayerSet(n_layers, frozenset({10, 20}), frozenset())
     lines = drawn(layer_map(layer_set, 80), 80)
     ruler, attention = next((a, b) for a, b in pairwise(lines) if b.startswith("attn"))
@@ -156,7 +156,7 @@ def test_layer_map_folds_into_rows_of_about_equal_length() -> None:
     assert [len(line.split()[1]) for line in lines if line.startswith("attn")] == [40, 40]
 
 
-def test_sparkline_rises_with_its_values_and_keeps_to_its_width() -> None:
+def test_sparkline_follows_its_values_within_its_width() -> None:
     line = sparkline([i / 999 for i in range(1000)], 40)
     assert len(line) == 40
     assert list(line) == sorted(line)
@@ -190,8 +190,8 @@ def test_summary_fits_and_has_every_figure(n_layers: int, width: int) -> None:
     assert USED.sentence in " ".join(text.split()) and "use it:" in lines
 
 
-def test_summary_shows_no_ratio_and_no_command_of_drafts_that_are_not_used() -> None:
-    """But the one that the sentence gives as the reason."""
+def test_summary_omits_ratio_and_command_of_unused_drafts() -> None:
+    """Only the ratio that is the reason appears, in the sentence."""
     few = "4 held-out prompts are too few to tell: give more"
     verdict = Verdict("plain", 1.29, (0.66, 2.52), 1.31, 4, few)
     result = replace(some_result(30), record=some_record(verdict="plain"), verdict=verdict)
@@ -202,7 +202,7 @@ def test_summary_shows_no_ratio_and_no_command_of_drafts_that_are_not_used() -> 
     assert "use it" not in text and "swiftopt generate" not in text
 
 
-def test_summary_names_the_plan_in_use_where_it_is_another_one() -> None:
+def test_summary_names_the_plan_in_use_if_it_differs() -> None:
     other = PlanInUse(
         "humaneval", 9, "prompt-lookup", verdict="use", measured_speedup=1.6, measured_interval=(1.4, 1.8)
     )
@@ -226,7 +226,7 @@ def test_summary_draws_the_speed_along_the_stream() -> None:
     assert list(lines[at - 1].strip()) == sorted(lines[at - 1].strip()) and lines[at - 1].strip()
 
 
-def test_summary_is_drawn_when_nothing_was_tried_or_measured() -> None:
+def test_summary_is_shown_without_trials_and_measurements() -> None:
     bare = LayerSetRecord("m", "t", LayerSet(4))
     empty = TaskFinished(
         "t", bare, Verdict("unmeasured", reason="too few prompts"), "", (), Timings(), 0, 0, 1.0, None, None
@@ -288,11 +288,11 @@ def test_doctor_table_fits_when_a_path_is_long() -> None:
 
 
 @pytest.mark.parametrize(("n", "said"), [(134_515_008, "135M"), (999_900_000, "1.0B"), (13_016_028_160, "13.0B")])
-def test_size_is_said_as_people_say_it(n: int, said: str) -> None:
+def test_sizes_are_written_in_usual_units(n: int, said: str) -> None:
     assert size(n) == said
 
 
-def test_names_are_not_taken_for_markup() -> None:
+def test_names_are_not_read_as_markup() -> None:
     lines = drawn(records_table([(some_record(model="[red]m[/red]", task=":smile:"), False)], 120), 120)
     assert "[red]m[/red]" in "\n".join(lines)
     assert ":smile:" in "\n".join(lines)
@@ -347,7 +347,7 @@ LIMIT = "36 candidates were scored, the limit for this stream"
         (30, "code · search ended · 5/32"),
     ],
 )
-def test_live_view_says_less_where_there_is_no_room(width: int, head: str) -> None:
+def test_live_view_is_shortened_on_small_terminals(width: int, head: str) -> None:
     state = RunState(
         "code", "accelerate", LIMIT, "p", 4, 32, Progress("code", "accelerate", 9, 70.4, 0.8, 0.9, 36, 0.7, 2.8, 0)
     )
@@ -361,7 +361,7 @@ def test_end_of_a_search_is_one_line_of_80_columns() -> None:
     assert line == f"summary: search ended: {LIMIT}" and len(line) <= 80
 
 
-def test_long_line_at_a_terminal_is_folded_not_cut() -> None:
+def test_long_line_is_folded_at_a_terminal() -> None:
     stream = io.StringIO()
     console = Console(file=stream, width=40, force_terminal=True, markup=False, highlight=False, legacy_windows=False)
     with TuneProgress(console) as progress:
@@ -373,7 +373,7 @@ def test_long_line_at_a_terminal_is_folded_not_cut() -> None:
     )
 
 
-def test_origins_of_candidates_are_words() -> None:
+def test_origins_of_candidates_are_shown_as_words() -> None:
     trials = [
         Trial(i, LayerSet(30), origin, 0.5, 1.0) for i, origin in enumerate(["family", "family", "in use", "tpe"])
     ]
@@ -387,7 +387,7 @@ def test_state_starts_over_when_the_task_changes() -> None:
     assert state.after(PhaseChanged("code", "accumulate")).matchness == ()
 
 
-def test_tasks_that_report_by_turns_keep_their_phases_curves_and_places() -> None:
+def test_alternating_tasks_keep_their_phases_curves_and_rows() -> None:
     notes = [PromptStarted("notes", "a", 0, 4), PhaseChanged("notes", "optimise"), TrialsDone("notes", some_trials(3))]
     code = [PromptStarted("code", "b", 1, 4), PhaseChanged("code", "accumulate")]
     stream = io.StringIO()
@@ -401,7 +401,7 @@ def test_tasks_that_report_by_turns_keep_their_phases_curves_and_places() -> Non
     assert progress.state.phase == "accumulate"
 
 
-def test_progress_writes_plain_lines_when_there_is_no_terminal() -> None:
+def test_progress_is_plain_lines_without_a_terminal() -> None:
     stream = io.StringIO()
     with TuneProgress(Console(file=stream, width=80, markup=False, highlight=False)) as progress:
         for event in some_events():
@@ -422,7 +422,7 @@ def test_progress_writes_plain_lines_when_there_is_no_terminal() -> None:
     ]
 
 
-def test_progress_draws_and_cleans_up_when_there_is_a_terminal() -> None:
+def test_progress_is_drawn_and_removed_at_a_terminal() -> None:
     stream = io.StringIO()
     console = Console(file=stream, width=80, force_terminal=True, markup=False, highlight=False, legacy_windows=False)
     with TuneProgress(console) as progress:
@@ -433,7 +433,7 @@ def test_progress_draws_and_cleans_up_when_there_is_a_terminal() -> None:
     assert "\x1b[?25h" in stream.getvalue()  # and the cursor is shown again
 
 
-def test_held_out_prompt_is_called_so() -> None:
+def test_held_out_prompt_is_labelled() -> None:
     finished = PromptFinished(Prompt("p", "t", text="x"), 0, Completion((), "", "stop", "plain"), held_out=True)
     assert event_line(finished) == "t: prompt 1 (p, held out): 0 tokens, – tok/s, α –, M –"
 
@@ -461,5 +461,5 @@ def test_steps_of_one_phase_are_one_line(capsys: pytest.CaptureFixture[str]) -> 
     ("seconds", "said"),
     [(0.2, "10 s"), (44, "40 s"), (89, "90 s"), (91, "2 min"), (239, "4 min"), (5300, "88 min"), (9000, "2.5 h")],
 )
-def test_estimated_time_is_said_in_one_round_figure(seconds: float, said: str) -> None:
+def test_estimated_time_is_one_rounded_figure(seconds: float, said: str) -> None:
     assert about(seconds) == f"about {said}"

@@ -1,4 +1,4 @@
-"""Tools of Responses as functions of a chat, and their calls as items: namespaces, custom tools, what is left out."""
+"""Tools of Responses become functions of a chat, and calls become items: namespaces, custom tools, ignored tools."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_thoughts_without_a_text_are_left_out_and_named() -> None:
 
 
 def test_a_form_of_the_text_has_no_effect_where_a_tool_must_be_called() -> None:
-    """instructor sends both, the schema of the text and a tool that has to be called with the same."""
+    """instructor sends a schema both for the text and as a tool that must be called."""
     form = {"format": {"type": "json_schema", "name": "read", "schema": PARAMETERS}}
     chat = asked(tools=[READ], tool_choice={"type": "function", "name": "read"}, text=form).chat()
     [request] = chat.requests("")

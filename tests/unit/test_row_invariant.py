@@ -1,4 +1,4 @@
-"""Laws of the Triton kernels: right against torch, and a row's bits its own; in Triton's interpreter without a GPU."""
+"""Laws of the Triton kernels: they agree with torch, and rows are independent. Without a GPU they are interpreted."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ OTHERS = (
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("n_in", "n_out"), [(40, 17), (300, 33)])
-def test_a_linear_map_is_torchs_and_no_row_depends_on_others(dtype: torch.dtype, n_in: int, n_out: int) -> None:
+def test_linear_map_equals_torchs_and_rows_are_independent(dtype: torch.dtype, n_in: int, n_out: int) -> None:
     x, weight, bias = drawn(33, n_in, dtype=dtype), drawn(n_out, n_in, seed=1, dtype=dtype), drawn(n_out, dtype=dtype)
     for own in (weight, weight.t().contiguous().t()):  # GPT-2's lie the other way
         whole = device.linear(x, own, bias)
@@ -61,7 +61,7 @@ def test_a_linear_map_is_torchs_and_no_row_depends_on_others(dtype: torch.dtype,
             assert torch.equal(device.linear(x[rows], own, bias), whole[rows])
 
 
-def test_an_fp8_copy_is_read_as_it_was_rounded() -> None:
+def test_fp8_copy_is_read_with_its_rounded_values() -> None:
     plain, x = nn.Linear(300, 37), drawn(19, 300)
     made = QuantisedLinear([plain], "fp8", packed=True).to(PLACE)
     weight = (made.codes.float() * made.scales)[: made.n_out, : made.n_in].double()
@@ -73,7 +73,7 @@ def test_an_fp8_copy_is_read_as_it_was_rounded() -> None:
 
 
 @pytest.mark.parametrize("name", ["int8", "int4-32", "int4-64"])
-def test_a_packed_copy_is_read_as_it_was_packed(name: str) -> None:
+def test_packed_copy_is_read_with_its_packed_values(name: str) -> None:
     plain = nn.Linear(100, 37)
     made = QuantisedLinear([plain], name, packed=True).to(PLACE)
     assert made.group is not None
@@ -93,7 +93,7 @@ def test_a_packed_copy_is_read_as_it_was_packed(name: str) -> None:
 
 
 @pytest.mark.parametrize("bits", [4, 8])
-def test_a_checkpoints_codes_are_read_as_stored(bits: int) -> None:
+def test_codes_of_a_checkpoint_are_read_as_stored(bits: int) -> None:
     generator = torch.Generator().manual_seed(2)
     codes = torch.randint(0, 1 << bits, (21, 64), dtype=torch.uint8, generator=generator)
     zeros = torch.randint(0, 1 << bits, (21, 2), dtype=torch.int16, generator=generator)
@@ -107,7 +107,7 @@ def test_a_checkpoints_codes_are_read_as_stored(bits: int) -> None:
 
 @pytest.mark.parametrize("kind", ["layer", "rms", "rms-plus-one", "unweighted"])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_norm_is_that_of_its_model(kind: str, dtype: torch.dtype) -> None:
+def test_norm_equals_the_models(kind: str, dtype: torch.dtype) -> None:
     if kind == "unweighted":
         own: Any = NanoChatRMSNorm(eps=1e-5)
     else:
@@ -121,7 +121,7 @@ def test_a_norm_is_that_of_its_model(kind: str, dtype: torch.dtype) -> None:
 
 
 class Shape:
-    """As much of a model as tables of rows need."""
+    """The attributes of a model that tables of rows read."""
 
     max_positions, n_layers, windows, dtype = 512, 2, (None, AttentionWindow(40)), torch.float32
     givers: frozenset[int] = frozenset()
@@ -150,10 +150,10 @@ TREE = torch.tensor([[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 0, 1, 1]], dt
         (17, 1, 16, HALF, None, False),
     ],
 )
-def test_attention_of_several_sequences_is_torchs_for_each(
+def test_attention_of_several_sequences_equals_torchs(
     heads: int, kv_heads: int, width: int, dtype: torch.dtype, softcap: float | None, with_sinks: bool
 ) -> None:
-    """Chains, a tree, rows of a tree alone, and rows that read a part of what is there; one window and none."""
+    """Chains, a tree, single rows of a tree, and rows that see only some slots, with and without a window."""
     shape: Any = Shape(heads, kv_heads, width)
     sequences = [
         Rows([0] * 5, 295),
@@ -203,8 +203,8 @@ def test_attention_of_several_sequences_is_torchs_for_each(
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("width", "rotated"), [(16, 16), (20, 8)])
-def test_keys_are_written_rotated_and_queries_returned_so(width: int, rotated: int, dtype: torch.dtype) -> None:
-    """By each row's position, as `rotate` does; a row that fills a pass up is written nowhere."""
+def test_keys_and_queries_are_rotated_by_position(width: int, rotated: int, dtype: torch.dtype) -> None:
+    """They are rotated as by `rotate`; the keys of padding rows are not written."""
     shape: Any = Shape(4, 2, width)
     buffer = filled(shape, 12, 3, dtype)
     before = buffer.keys[1].clone()
@@ -222,7 +222,7 @@ def test_keys_are_written_rotated_and_queries_returned_so(width: int, rotated: i
         assert torch.equal(buffer.keys[1][:, part], before[:, part])
 
 
-def test_tiles_are_rows_of_one_sequence_that_see_runs_from_one_slot_on() -> None:
+def test_tiles_group_rows_of_one_sequence_with_a_common_first_slot() -> None:
     shape: Any = Shape(8, 2, 16)
     table = RowTable(shape)
     buffer = filled(shape, 64, 0, torch.float32)
@@ -305,7 +305,7 @@ def test_rows_with_states_have_the_bits_of_a_chain_and_of_a_text(family: str) ->
 
 @pytest.mark.usefixtures("few_steps")
 @pytest.mark.parametrize("family", [*FAMILIES, "qwen2", "phi3", "gpt_neox"])
-def test_a_layer_in_fewer_kernels_is_the_models_and_leaves_its_modules_alone(family: str) -> None:
+def test_fused_layer_equals_the_models_and_keeps_its_modules(family: str) -> None:
     runtime, reference = (here(tiny_runtime(family, torch.float32, num_hidden_layers=2)) for _ in range(2))
     norms, before = runtime.blocks[0].parts.attn_norm, runtime.final_norm
     fuse(runtime)
@@ -336,7 +336,7 @@ def test_a_layer_in_fewer_kernels_is_the_models_and_leaves_its_modules_alone(fam
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("activation", ["silu", "gelu_pytorch_tanh"])
-def test_a_gate_is_torchs(activation: str, dtype: torch.dtype) -> None:
+def test_gate_equals_torchs(activation: str, dtype: torch.dtype) -> None:
     x = 4 * drawn(3, 2 * 37, dtype=dtype)
     x[0, 0], x[1, 0] = -100, 100
     gate, up = x.double().chunk(2, dim=-1)
@@ -344,7 +344,7 @@ def test_a_gate_is_torchs(activation: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_norm_behind_a_sum_has_the_bits_of_both(dtype: torch.dtype) -> None:
+def test_norm_after_a_sum_has_the_bits_of_separate_kernels(dtype: torch.dtype) -> None:
     x, added, weight, bias = (
         drawn(*shape, seed=i, dtype=dtype) for i, shape in enumerate([(5, 40), (5, 40), (40,), (40,)])
     )
@@ -354,7 +354,7 @@ def test_a_norm_behind_a_sum_has_the_bits_of_both(dtype: torch.dtype) -> None:
         assert torch.equal(normed, device.norm(x + added, weight, with_bias, 1e-5, centred, plus_one))
 
 
-def test_maps_by_codes_are_read_where_they_lie() -> None:
+def test_coded_maps_are_read_in_place() -> None:
     runtime = here(tiny_runtime("llama", torch.float32))
     generator = torch.Generator().manual_seed(5)
     codes = torch.randint(0, 16, (32, 48), dtype=torch.uint8, generator=generator)
@@ -369,8 +369,8 @@ def test_maps_by_codes_are_read_where_they_lie() -> None:
     close(coded(x).cpu(), wanted, torch.float32)
 
 
-def test_drafts_use_the_kernel_that_takes_less_time_in_their_format() -> None:
-    """Both kernels run the same map over the same rows, once, when the format is first wanted."""
+def test_drafts_use_the_faster_kernel_of_their_format() -> None:
+    """Both kernels run the same map over the same rows once, when the format is first used."""
     runtime, seen = here(tiny_runtime("llama", torch.float32)), list[tuple[Any, bool, int]]()
     ours_take = {"int4": 0.5, "int8": 2.0, **({"fp8": 0.5} if cpu_multiplies_fp8() else {})}
 
@@ -390,14 +390,14 @@ def test_drafts_use_the_kernel_that_takes_less_time_in_their_format() -> None:
         seen.clear()
 
 
-def test_a_kernel_that_cannot_be_timed_is_torchs(caplog: pytest.LogCaptureFixture) -> None:
+def test_kernel_that_cannot_be_timed_is_replaced_by_torchs(caplog: pytest.LogCaptureFixture) -> None:
     runtime = here(tiny_runtime("llama", torch.float32))
     runtime.copies.lay_out(packed=lambda task: 1 / 0)
     assert not runtime.copies.parts("attn", 0, PartForm("int8")).out.packed
     assert "our kernel for drafts in int8 is not used here: division by zero" in caplog.text
 
 
-def test_the_exact_speed_is_that_of_our_kernels_on_a_cpu() -> None:
+def test_exact_speed_uses_the_native_kernels_on_a_cpu() -> None:
     library()
     runtime = tiny_runtime("llama", torch.float32)
     at_speed(runtime, "exact")
@@ -406,7 +406,7 @@ def test_the_exact_speed_is_that_of_our_kernels_on_a_cpu() -> None:
         at_speed(tiny_runtime("llama"), "exact")
 
 
-def test_what_is_not_computed_row_by_row_says_why() -> None:
+def test_models_without_row_invariance_state_the_reason() -> None:
     assert "float64" in str(make_row_invariant(tiny_runtime("llama")))
     runtime = tiny_runtime("llama", torch.float32)
     runtime.blocks[0].parts.out.register_forward_hook(lambda *_: None)

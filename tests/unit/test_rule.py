@@ -1,4 +1,4 @@
-"""The laws of the rule that makes a token of scores: which processors it applies, in which order, to what."""
+"""Laws of the rule that chooses a token from scores: its processors, their order, and their scope."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PROMPT = [3, 5, 5, 9]
 
 
 def scores_of_transformers(text: list[int], logits: torch.Tensor, **options: Any) -> torch.Tensor:
-    """What the processors give that `generate` makes of its options."""
+    """Return the scores of the processors that `generate` makes from its options."""
     found: list[LogitsProcessorList] = []
 
     def grab(model: Any, input_ids: Any, logits_processor: Any, stopping_criteria: Any, **options: Any) -> Any:
@@ -99,7 +99,7 @@ def test_top_p_does_not_sort_the_whole_vocabulary() -> None:
 
 
 class Sorted(TorchDispatchMode):
-    """Notes how many numbers are sorted."""
+    """Counts the numbers that are sorted."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -112,7 +112,7 @@ class Sorted(TorchDispatchMode):
 
 
 def test_presence_and_frequency_penalties_count_what_was_generated() -> None:
-    """OpenAI: logit - presence · (count > 0) - frequency · count; the prompt's tokens are not counted."""
+    """As OpenAI defines it: logit - presence · (count > 0) - frequency · count, without the prompt's tokens."""
     rule = TokenRule.of(Sampling(presence_penalty=0.5, frequency_penalty=0.25), None, len(PROMPT))
     logits = torch.randn(VOCAB, generator=torch.Generator().manual_seed(1))
     assert torch.equal(rule.scores(PROMPT, logits), logits)
@@ -178,7 +178,7 @@ def test_draw_does_not_depend_on_which_positions_were_asked_for_before() -> None
 
 @pytest.mark.parametrize("distance", [0.1, 0.5, 2.0])
 def test_draft_with_the_targets_noise_proposes_its_token_as_often_as_the_bound_says(distance: float) -> None:
-    """Daliri et al. (arXiv:2408.07978): at least (1 - TV) / (1 + TV); one that takes its own argmax does worse."""
+    """Daliri et al. (arXiv:2408.07978): at least (1 - TV) / (1 + TV). A draft's own argmax matches less often."""
     rule, hits, bound, most_probable, n = TokenRule.of(Sampling(temperature=1.0, seed=1), None), 0, 0.0, 0.0, 600
     for seed in range(n):
         logits = peaked(seed) / 2

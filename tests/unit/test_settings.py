@@ -1,4 +1,4 @@
-"""One dataclass holds the paper's settings, and refuses what makes no sense."""
+"""The settings have the paper's defaults and refuse values out of range."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Noticing that a stream has become another kind of text, and finding the sets of similar text."""
+"""Detection of shifts to another kind of text, and the layer sets of similar text."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from swiftopt.optimizer.shift import FAR_PROMPTS, SERVED_ALARM, SERVED_N_LEARN, 
 
 
 def texts(mean: float, spread: float, n: int, seed: int) -> list[tuple[int, int]]:
-    """Accepted and drafted tokens of texts whose rates vary by `spread`."""
+    """Return accepted and drafted tokens of texts whose rates vary by `spread`."""
     draws = random.Random(seed)
     rates = [min(1.0, max(0.0, draws.gauss(mean, spread))) for _ in range(n)]
     return [(sum(draws.random() < rate for _ in range(80)), 80) for rate in rates]
@@ -40,7 +40,7 @@ def test_texts_of_one_kind_seldom_raise_an_alarm() -> None:
 
 
 def test_served_texts_of_one_kind_seldom_raise_an_alarm_and_a_fall_is_noticed_within_twenty() -> None:
-    """Their drafts copy text, too: rates vary by 0.2 from one to the next, as they did for HumanEval."""
+    """Their drafts copy text too, so rates vary by 0.2 between texts, as observed on HumanEval."""
 
     def alarm(chart: AcceptanceChart, counts: list[tuple[int, int]]) -> int | None:
         told = (i for i, own in enumerate(counts, 1) if chart.add(*own, SERVED_ALARM, SERVED_N_LEARN))
@@ -135,12 +135,12 @@ def test_less_of_a_change_will_do_where_prompts_lie_elsewhere() -> None:
 
 
 def prompts(centre: list[float], spread: float, n: int, draws: random.Random) -> list[list[float]]:
-    """States that scatter around a centre."""
+    """Return states around a centre."""
     return [[draws.gauss(value, spread) for value in centre] for _ in range(n)]
 
 
 def shift_at(watch: ShiftWatch, states: list[list[float]]) -> int | None:
-    """How many of the prompts it takes until a shift is noticed though acceptance does not change."""
+    """Return the number of prompts until a shift is detected without a change of acceptance."""
     for number, state in enumerate(states, 1):
         watch.add_prompt(state, settled=True)
         if watch.add(completion(90, 100)):
@@ -198,7 +198,7 @@ def test_prompts_of_one_kind_seldom_lie_elsewhere() -> None:
 
 
 def test_completion_counts_by_its_own_prompt_where_others_were_read_since() -> None:
-    """Side by side: what was drafted with several sets, or before a shift, says nothing of the set in use."""
+    """Drafts of concurrent requests with several sets, or from before a shift, say nothing about the set in use."""
     watch = ShiftWatch()
     before_end = watch.add_prompt([5.0, 0.0], settled=False)
     after_end = watch.add_prompt([5.0, 0.0], settled=True)

@@ -1,4 +1,4 @@
-"""Models in the stores of other programs: their names, and what is wrong with damaged ones."""
+"""Models in the stores of other programs: their names, and the errors of damaged ones."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CONTENT = b"GGUF and no more"
 
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A home folder without stores, and no others."""
+    """Use an empty home folder, without other stores."""
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("OLLAMA_MODELS", str(tmp_path / "ollama"))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
@@ -33,7 +33,7 @@ def file(path: Path, content: bytes = CONTENT) -> Path:
 
 
 def pull(root: Path, place: str, *more: str, content: bytes = CONTENT) -> tuple[Path, Path]:
-    """Put a model where Ollama puts one, with layers of `more` media types; its manifest and its blob."""
+    """Store a model as Ollama does, with layers of `more` media types; return its manifest and its blob."""
     digest = sha256(content).hexdigest()
     kinds = ["application/vnd.ollama.image.template", stores.OLLAMA_MODEL, *more]
     layers = [{"mediaType": kind, "digest": f"sha256:{digest}", "size": len(content)} for kind in kinds]
@@ -84,7 +84,7 @@ def snapshot(home: Path, hub_id: str, revision: str) -> Path:
 
 
 def linked(path: Path, content: bytes = CONTENT) -> Path:
-    """A file as the hub's client files it: a link to a blob."""
+    """Store a file as the hub's client does, as a link to a blob."""
     blob = file(path.parents[2] / "blobs" / sha256(str(path).encode()).hexdigest(), content)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.symlink_to(blob)

@@ -1,4 +1,4 @@
-"""Streams of prompts: what a line may say, and the sentence that every bad one gets."""
+"""Streams of prompts: the fields of a line, and the errors of bad lines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each sub-layer adds to a draft's loss is found from few scores, on windows that differ."""
+"""The loss of each sub-layer is estimated from few scores on different windows."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SAVED = np.full(SIZE, 0.04)
 
 
 def scored(n: int, spread: float = 0.0) -> list[ScoredSet]:
-    """Scores, two to a window, whose loss is the sum of what sub-layers add, each up to `spread` off on each window."""
+    """Return scores, two per window; losses are sums over sub-layers, each of which varies by `spread` by window."""
     rng, found = random.Random(1), []
     for number in range(n):
         added = TRUE + np.random.default_rng(number // 2).uniform(-spread, spread, SIZE)
@@ -43,11 +43,11 @@ def test_windows_on_which_a_sub_layer_does_other_harm_do_not_hide_which_one_hurt
 
 
 def test_two_sets_on_one_window_tell_more_of_their_difference_than_on_two() -> None:
-    """What a window adds to all sets is known to be common."""
+    """The part of a window is common to all sets."""
     one, two = tuple(int(i < 4) for i in range(SIZE)), tuple(int(i < 5) for i in range(SIZE))
 
     def doubt(*windows: str) -> float:
-        """The variance of what the fifth sub-layer adds after both were scored a few times."""
+        """Return the variance of the fifth sub-layer's loss after both sets were scored a few times."""
         pairs = zip((one, two) * 8, [f"{n // 2}{window}" for n, window in enumerate(windows * 8)], strict=True)
         found = posterior(np.ones(SIZE), SAVED, [ScoredSet(bits, 1.2, window) for bits, window in pairs], 32)
         return float(found.covariance[4, 4])

@@ -1,4 +1,4 @@
-"""Rows of data sets as prompts: wording, examples, ends, references; and what becomes of stop strings in a stream."""
+"""Rows of data sets as prompts: wording, examples, stop strings and references."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Text that grows at a terminal: lines are broken between words, and nothing of the text is lost."""
+"""Streaming text at a terminal: lines break between words, and no text is lost."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ WIDTH = 12
 
 
 class Screen(io.StringIO):
-    """A terminal of so many columns: it breaks lines at its edge, and knows the two sequences that we send."""
+    """A terminal that breaks lines at its edge and knows the two escape sequences in use."""
 
     def __init__(self, width: int) -> None:
         super().__init__()

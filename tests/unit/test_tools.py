@@ -1,4 +1,4 @@
-"""Calls of tools and thoughts in a completion that comes in pieces, and the pieces that tokens are."""
+"""Calls and thoughts in completions that arrive in pieces, and the text of single tokens."""
 
 from __future__ import annotations
 

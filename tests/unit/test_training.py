@@ -1,4 +1,4 @@
-"""The arithmetic of training: gradients in closed form, figures, schedules, and where heads sit."""
+"""The arithmetic of training: closed-form gradients, figures, schedules, and the layers of heads."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_divergence_of_bfloat16_logits_is_taken_in_float32() -> None:
 def test_vocabulary_product_in_bfloat16_is_the_exact_one(
     monkeypatch: pytest.MonkeyPatch, has_instructions: bool
 ) -> None:
-    """The vocabulary takes several chunks where the processor has no instructions for bfloat16."""
+    """Without instructions for bfloat16, the product runs over several chunks of the vocabulary."""
     monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: has_instructions)
     rows, weight = torch.randn(3, 2500).bfloat16(), torch.randn(2500, 512).bfloat16()
     product = vocabulary_product(rows, weight)

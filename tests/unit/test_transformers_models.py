@@ -1,4 +1,4 @@
-"""transformers' package of models is the same whether its files were listed once or twice."""
+"""transformers' package of models is the same when its files are listed only once."""
 
 from __future__ import annotations
 

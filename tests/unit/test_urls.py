@@ -1,4 +1,4 @@
-"""What errors and logs never show: passwords in URLs, however they are written there, and megabytes of a value."""
+"""Errors and logs never show passwords of URLs or megabytes of a value."""
 
 from __future__ import annotations
 

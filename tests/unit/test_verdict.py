@@ -1,4 +1,4 @@
-"""The honest answer."""
+"""The verdict on drafting: its interval, its looks and its error."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_interval_of_a_mean_is_students() -> None:
 
 
 def test_interval_of_two_prompts_is_twelve_times_their_half_difference() -> None:
-    """Without one of them the ratio is the other's: 1.2 and 1.5 plain seconds for each tuned one."""
+    """The leave-one-out ratios are 1.2 and 1.5 plain seconds per tuned second."""
     found = speed_interval([Timed(10, 1.0), Timed(10, 1.0)], [Timed(10, 1.2), Timed(10, 1.5)])
     margin = 12.706205 * math.log(1.5 / 1.2) / 2
     assert found == pytest.approx((1.35 * math.exp(-margin), 1.35 * math.exp(margin)), rel=1e-6)
@@ -92,7 +92,7 @@ DISTURBED = Machine(0.05, disturbed=True)
 
 @pytest.mark.parametrize("n", [4, 6, 8, 32])
 def test_no_gain_seldom_says_use_over_all_looks(n: int) -> None:
-    """2.5 % would be right."""
+    """The nominal share is 2.5 %."""
     assert simulate(Stream(n), DISTURBED, 1.0, 800, seed=n).use < 0.04
 
 
@@ -150,7 +150,7 @@ def measured(look: Look, timings: list[list[list[TimedTurn]]]) -> Any:
 
 
 def turns(plain: list[float], tuned: list[float]) -> list[list[TimedTurn]]:
-    """Return prompts of one turn, with such speeds."""
+    """Return timed prompts of one turn with these speeds."""
     return [[TimedTurn(*pair)] for pair in zip(runs(plain), runs(tuned), strict=True)]
 
 
@@ -160,7 +160,7 @@ def decided(looks: list[Look], timings: list[list[list[TimedTurn]]]) -> tuple[Ju
 
 
 def test_later_look_undoes_slow_moments() -> None:
-    """Drafting is 1.2 times as fast, but one plain run and one tuned run were disturbed, in different runs."""
+    """Drafting is 1.2 times as fast, but a plain run and a tuned run were disturbed in different rounds."""
     slow = turns([10, 10, 10, 2], [12, 12, 1.5, 12]), turns([10, 10, 4, 10], [12, 3, 12, 12])
     judged, made = decided(looks_of(4), [*slow, turns([10] * 4, [12.1] * 4), turns([10] * 4, [12] * 4)])
     assert judged.verdict.word == "use" and judged.verdict.ratio == pytest.approx(1.2, rel=0.01)

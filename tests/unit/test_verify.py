@@ -22,7 +22,7 @@ Path = tuple[int, ...]
 
 
 def target_probs(path: Path) -> list[float]:
-    """A fixed conditional distribution over three tokens for every prefix, one of probability zero somewhere."""
+    """Return a distribution over three tokens for every prefix; some have a token of probability zero."""
     weights = [1.0 + (7 * sum((i + 2) * (t + 1) for i, t in enumerate(path)) + 3 * token) % 5 for token in range(VOCAB)]
     if len(path) == 1:
         weights[path[0]] = 0.0
@@ -30,7 +30,7 @@ def target_probs(path: Path) -> list[float]:
 
 
 def outcomes(tree: DraftTree) -> Iterator[tuple[Walk, float]]:
-    """Every way the walk can go, with its probability: exact enumeration, no sampling."""
+    """Enumerate every outcome of the walk with its probability."""
 
     def explore(chosen: Path) -> Iterator[tuple[Walk, float]]:
         needed: list[Path] = []
@@ -65,7 +65,7 @@ TREES = [
 
 @pytest.mark.parametrize("tree", TREES, ids=lambda tree: f"{tree.n_steps}steps-{tree.n_nodes}nodes")
 def test_walk_reproduces_the_target_distribution_exactly(tree: DraftTree) -> None:
-    """Continue each outcome with the target itself to a common length; the joint must be the target's to 1e-12."""
+    """Outcomes are continued with the target to a common length; their distribution is the target's to 1e-12."""
     length = tree.n_steps + 1
     joint: dict[Path, float] = {}
     for walked, weight in outcomes(tree):
@@ -83,7 +83,7 @@ def test_walk_reproduces_the_target_distribution_exactly(tree: DraftTree) -> Non
 
 
 def test_resampling_after_a_miss_would_be_biased() -> None:
-    """The enumeration can fail: a verifier that redraws instead of emitting the drawn token is caught by it."""
+    """The enumeration detects a verifier that draws again instead of emitting the drawn token."""
     tree = DraftTree.grow(0, [[1]])
     probs = target_probs(())
     redrawn = [0.0] * VOCAB

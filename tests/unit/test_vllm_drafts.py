@@ -1,4 +1,4 @@
-"""Drafts from text as vLLM asks for them: a batch whose places change, and drafts as long as they are worth."""
+"""Drafts from text in vLLM: requests change places in a batch, and drafts have the best length."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ N_CONTEXT = 64
 
 
 class Batch:
-    """vLLM's side: requests by place, their tokens, and a clock that takes `seconds(rows)` for a step."""
+    """Stands in for vLLM: requests by place with their tokens, and a clock on which a step takes `seconds(rows)`."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, most: int = 5) -> None:
         config: Any = SimpleNamespace(
@@ -27,7 +27,7 @@ class Batch:
         monkeypatch.setattr(vllm_drafts, "perf_counter", lambda: self.now)
 
     def step(self, *sampled: list[int], seconds: float = 1.0) -> list[list[int]]:
-        """Append what was sampled, place by place, and ask for drafts."""
+        """Append the sampled tokens by place, and request drafts."""
         self.now += seconds
         table = np.full((8, N_CONTEXT), 999, np.int32)
         for place, tokens in enumerate(sampled):
@@ -69,7 +69,7 @@ def test_drafts_end_where_the_context_does(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_draft_is_as_long_as_a_rows_time_is_worth(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows that cost nothing are all taken; where a row costs as much as a step, a draft must be all but sure."""
+    """Free rows are all used; if a row costs as much as a step, only nearly certain tokens are drafted."""
 
     def drafted(row_s: float) -> float:
         batch = Batch(monkeypatch)
