@@ -120,11 +120,12 @@ class RecordedWindows:
                 for context in self._contexts_of(text, self.stride, n_scratch_rows):
                     yield name, context
 
-    def judge(self, layer_set: LayerSet) -> tuple[float, int, int]:
-        """Return a set's objective over all windows, and its numbers of drafted and accepted tokens."""
+    def judge(self, layer_set: LayerSet) -> tuple[float, float, float]:
+        """Return a set's objective over all windows, and its mean numbers of drafted and accepted tokens."""
         self._score_missing([layer_set], self.n_windows)
         objective, replay_of_set = self._judge_windows(layer_set, self.n_windows)
-        return objective, replay_of_set.draft_steps, replay_of_set.tokens - self.window * self.n_windows
+        n_rounds = sum(replay_of_set.widths.values())
+        return objective, replay_of_set.draft_steps, replay_of_set.tokens - n_rounds
 
     def race(self, layer_sets: Sequence[LayerSet], current_set: LayerSet) -> dict[LayerSet, float]:
         """Return each set's objective divided by that of `current_set`, over the windows on which the set was judged.

@@ -43,9 +43,10 @@ class MeasuringGroup(ConfiguredGroup):
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         name, command, further_args = super().resolve_command(ctx, args)
-        if command is not None and command.callback is not None:
+        callback = None if command is None else command.callback
+        if command is not None and callback is not None:
             command = copy(command)
-            command.callback = _in_turn(command.callback)
+            command.callback = _in_turn(callback)
         return name, command, further_args
 
 
