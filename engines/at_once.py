@@ -1,11 +1,11 @@
-"""Program of an engine's process that decodes several requests at once; see `program`, which runs it.
+"""Program of an engine's process that decodes several requests at once; `program` runs it.
 
-A line in: {"requests": [{"prompt_ids": [...], "max_new_tokens": 128, "task": "code"}, ...]}. Its answer: {"answers":
-[{"token_ids": [...], "first_s": s, "last_s": s}, ...]}, seconds from the line to a request's first and last token.
-Options: those of `program`, of which `model` is a GGUF file; `engine`, a name in ENGINES; `at_once`, the most requests
-of a line; n_ctx is the context of each. Files are mapped where that is the engine's own default. With `cache` (true, of
-llama-cpp alone) what was read of earlier prompts is kept, as its server does by default; an answer then tells how many
-tokens were `cached`.
+Input line: {"requests": [{"prompt_ids": [...], "max_new_tokens": 128, "task": "code"}, ...]}. Its answer: {"answers":
+[{"token_ids": [...], "first_s": s, "last_s": s}, ...]}, the seconds from the line to a request's first and last token.
+Options are those of `program`, with a GGUF file as `model` and the context of one request as `n_ctx`; and `engine`, a
+name in ENGINES; `at_once`, the maximum number of requests of a line. Files are mapped if that is the engine's default.
+With `cache` (true; llama-cpp only) the keys and values of earlier prompts are reused, as its server does by default,
+and an answer has the number of `cached` tokens.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ Values = dict[str, Any]
 Decoder = Callable[[Values], Values]
 
 PROGRAM = Path(__file__).with_name("program.py")
-BATCH = 512  # Tokens of a prompt that ik_llama.cpp reads in one call; llama.cpp's own default for a physical batch.
+BATCH = 512  # Tokens of a prompt that ik_llama.cpp reads in one call: llama.cpp's default physical batch.
 
 
 def swiftopt(options: Values) -> Decoder:
-    """swiftopt itself: plain decoding, or the stored plan, else adaptive drafts (`best`, with `db` or null)."""
+    """swiftopt: plain decoding, or with `best` (true) the plan stored in `db`, else adaptive drafts."""
     from swiftopt.models.gguf_packing import begin_packing
 
     where = {name: options[name] for name in ("dtype", "device", "speed")}
@@ -53,68 +53,69 @@ def swiftopt(options: Values) -> Decoder:
     planner = Planner(GenerateRequest(options["model"], **where), runtime, store)
 
     def answer(line: Values) -> Values:
-        begun, engine, requests = perf_counter(), Engine(at_once=options["at_once"]), []
-        times: list[list[float]] = [[] for _ in line["requests"]]
-        for asked, request_times in zip(line["requests"], times, strict=True):
-            method = planner.drafting_for(asked["task"]) if options.get("best") else PLAIN
-            ending = session.ending(asked["max_new_tokens"])
+        started, engine, running = perf_counter(), Engine(at_once=options["at_once"]), []
+        times: list[list[float]] = [[] for _ in line["requests"]]  # Of each request's prefill and rounds.
+        for request, request_times in zip(line["requests"], times, strict=True):
+            method = planner.drafting_for(request["task"]) if options.get("best") else PLAIN
+            ending = session.ending(request["max_new_tokens"])
 
-            def note(event: WorkEvent, request_times: list[float] = request_times) -> None:
+            def add_time(event: WorkEvent, request_times: list[float] = request_times) -> None:
                 if isinstance(event, Prefilled | Round):
-                    request_times.append(perf_counter() - begun)
+                    request_times.append(perf_counter() - started)
 
-            work = decoding(runtime, asked["prompt_ids"], method, session.rule(), ending)
-            requests.append(engine.add(subscribed(work, note)))
+            work = decoding(runtime, request["prompt_ids"], method, session.rule(), ending)
+            running.append(engine.add(subscribed(work, add_time)))
         while engine.requests:
             list(engine.step())
-        results = [list(request.result.token_ids) for request in requests]
-        answers = [_answered(ids, stamps[0], stamps[-1]) for ids, stamps in zip(results, times, strict=True)]
-        if line["requests"][0]["max_new_tokens"] > 1:  # One token times a start.
-            PAGES.finish()  # A thread that goes on would disturb the turns of other engines.
+        token_ids = [list(request.result.token_ids) for request in running]
+        answers = [_answer(ids, seconds[0], seconds[-1]) for ids, seconds in zip(token_ids, times, strict=True)]
+        if line["requests"][0]["max_new_tokens"] > 1:  # A request for one token measures the start, not to be delayed.
+            PAGES.finish()  # Otherwise this thread would disturb the turns of other engines.
         return {"answers": answers}
 
     return answer
 
 
 def llama_cpp(options: Values) -> Decoder:
-    """llama.cpp through xllamacpp, with a slot of its server for each request."""
+    """llama.cpp through xllamacpp; each request has a slot of its server."""
     import xllamacpp
 
     n_slots = options["at_once"]
     params = runpy.run_path(str(PROGRAM))["llama_params"]({**options, "n_ctx": n_slots * options["n_ctx"]})
     params.n_parallel = n_slots
-    defaults, keeps = xllamacpp.CommonParams(), bool(options.get("cache"))
+    defaults, uses_cache = xllamacpp.CommonParams(), bool(options.get("cache"))
     params.load_mode = defaults.load_mode
-    if keeps:
+    if uses_cache:
         params.cache_ram_mib = defaults.cache_ram_mib
     server = xllamacpp.Server(params)
 
-    def complete(asked: Values, begun: float) -> Values:
-        done = server.handle_completions(
+    def complete(request: Values, started: float) -> Values:
+        completion = server.handle_completions(
             {
-                "prompt": asked["prompt_ids"],
-                "max_tokens": asked["max_new_tokens"],
+                "prompt": request["prompt_ids"],
+                "max_tokens": request["max_new_tokens"],
                 **{"temperature": 0, "top_k": 1, "ignore_eos": True},
-                **{"cache_prompt": keeps, "return_tokens": True, "verbose": True},
+                **{"cache_prompt": uses_cache, "return_tokens": True, "verbose": True},
             }
         )
-        last_s, timings = perf_counter() - begun, done.get("timings")
-        if "error" in done:
-            raise RuntimeError(str(done["error"].get("message", done["error"])))
-        # The server counts predicted_ms from a request's first token on.
-        answered = _answered(done["__verbose"]["tokens"], last_s - timings["predicted_ms"] / 1000, last_s)
-        return {**answered, **({"cached": timings["cache_n"]} if keeps else {})}
+        last_s, timings = perf_counter() - started, completion.get("timings")
+        if "error" in completion:
+            raise RuntimeError(str(completion["error"].get("message", completion["error"])))
+        # The server measures predicted_ms from a request's first token on.
+        first_s = last_s - timings["predicted_ms"] / 1000
+        cached = {"cached": timings["cache_n"]} if uses_cache else {}
+        return {**_answer(completion["__verbose"]["tokens"], first_s, last_s), **cached}
 
     def answer(line: Values) -> Values:
-        begun = perf_counter()
+        started = perf_counter()
         with ThreadPoolExecutor(n_slots) as pool:
-            return {"answers": list(pool.map(lambda asked: complete(asked, begun), line["requests"]))}
+            return {"answers": list(pool.map(lambda request: complete(request, started), line["requests"]))}
 
     return answer
 
 
 def ik_llama_cpp(options: Values) -> Decoder:
-    """ik_llama.cpp by its C interface: prompts one after the other, then one row per request in each pass."""
+    """ik_llama.cpp by its C interface: it reads the prompts one by one, then runs one row per request in each pass."""
     import ctypes
 
     import numpy as np
@@ -130,7 +131,7 @@ def ik_llama_cpp(options: Values) -> Decoder:
     params.n_ctx, params.n_seq_max = n_slots * options["n_ctx"], n_slots
     params.n_batch = params.n_ubatch = BATCH
     params.n_threads = params.n_threads_batch = options["threads"]
-    # Its flash attention aborts where a row sees nothing of a block of slots, as with several sequences (0.1.5).
+    # Its flash attention (0.1.5) aborts if a row sees no slot of a block, which happens with several sequences.
     params.flash_attn = n_slots == 1
     context = api.llama_init_from_model(model, params)
     if not context:
@@ -138,7 +139,7 @@ def ik_llama_cpp(options: Values) -> Decoder:
     batch = api.llama_batch_init(BATCH, 0, 1)
 
     def argmaxes(rows: list[tuple[int, int, int]], read_rows: list[int]) -> list[int]:
-        """Run rows of (token, position, sequence); return the likeliest next token of each of `read_rows`."""
+        """Run rows of (token, position, sequence); return the argmax after each of `read_rows`."""
         batch.n_tokens = len(rows)
         for i, (token, position, sequence) in enumerate(rows):
             batch.token[i], batch.pos[i], batch.n_seq_id[i], batch.seq_id[i][0] = token, position, 1, sequence
@@ -150,33 +151,33 @@ def ik_llama_cpp(options: Values) -> Decoder:
         return [int(np.frombuffer(row, np.float32).argmax()) for row in logits]
 
     def answer(line: Values) -> Values:
-        begun, asked = perf_counter(), line["requests"]
+        started, requests = perf_counter(), line["requests"]
         api.llama_kv_cache_clear(context)
         token_ids: list[list[int]] = []
-        firsts, lasts = [], [0.0] * len(asked)
-        for sequence, request in enumerate(asked):
+        first_s, last_s = [], [0.0] * len(requests)
+        for sequence, request in enumerate(requests):
             prompt = list(enumerate(request["prompt_ids"]))
-            for at in range(0, len(prompt), BATCH):
-                rows = [(token, position, sequence) for position, token in prompt[at : at + BATCH]]
-                is_last = at + BATCH >= len(prompt)
+            for start in range(0, len(prompt), BATCH):
+                rows = [(token, position, sequence) for position, token in prompt[start : start + BATCH]]
+                is_last = start + BATCH >= len(prompt)
                 first_ids = argmaxes(rows, [len(rows) - 1] if is_last else [])
             token_ids.append(first_ids)
-            firsts.append(perf_counter() - begun)
+            first_s.append(perf_counter() - started)
         while True:
-            running = [i for i, ids in enumerate(token_ids) if len(ids) < asked[i]["max_new_tokens"]]
-            now = perf_counter() - begun
-            lasts = [lasts[i] or (0.0 if i in running else now) for i in range(len(asked))]
+            running = [i for i, ids in enumerate(token_ids) if len(ids) < requests[i]["max_new_tokens"]]
+            now_s = perf_counter() - started
+            last_s = [last_s[i] or (0.0 if i in running else now_s) for i in range(len(requests))]
             if not running:
                 break
-            rows = [(token_ids[i][-1], len(asked[i]["prompt_ids"]) + len(token_ids[i]) - 1, i) for i in running]
+            rows = [(token_ids[i][-1], len(requests[i]["prompt_ids"]) + len(token_ids[i]) - 1, i) for i in running]
             for i, token in zip(running, argmaxes(rows, list(range(len(rows)))), strict=True):
                 token_ids[i].append(token)
-        return {"answers": [_answered(*answer) for answer in zip(token_ids, firsts, lasts, strict=True)]}
+        return {"answers": [_answer(*figures) for figures in zip(token_ids, first_s, last_s, strict=True)]}
 
     return answer
 
 
-def _answered(token_ids: list[int], first_s: float, last_s: float) -> Values:
+def _answer(token_ids: list[int], first_s: float, last_s: float) -> Values:
     return {"token_ids": token_ids, "first_s": first_s, "last_s": last_s}
 
 
@@ -188,5 +189,5 @@ ENGINES: dict[str, Callable[[Values], Decoder]] = {
 
 
 def load(options: Values) -> Decoder:
-    """Load the engine; the function answers a line."""
+    """Load the engine; return the function that answers an input line."""
     return ENGINES[options["engine"]](options)

@@ -1,4 +1,4 @@
-"""Other engines: `swiftopt export`, `tune --engine`, `import` of their own benchmarks, and `bench peers`."""
+"""Commands for other engines: `export`, `import`, `tune --engine` and `bench peers`."""
 
 from __future__ import annotations
 
@@ -34,15 +34,17 @@ if TYPE_CHECKING:
     from ..store import Store
     from .tuning import EngineTuned
 
-# Options of `tune` that also apply with --engine. --device is added unless servers run already.
-USED = (
+# Options of `tune` that apply with --engine as well; --device does so unless servers already run.
+ENGINE_OPTIONS = (
     *("model", "stream", "task", "limit", "max_new_tokens", "dtype", "threads", "db", "as_json"),
     *("engine", "engine_urls", "draft_model"),
 )
 STEPS = {1: "kinds", 2: "lengths", 3: "held out"}
 DTYPES = ("auto", "bfloat16", "float16", "float32")
-# Options of `bench peers` that apply with --gguf and no --model.
-SAME_FILE = ("ggufs", "depths", "at_once", "words", "max_new_tokens", "threads", "timeout_s", "speed", "db", "as_json")
+# Options of `bench peers` that apply with --gguf but without --model.
+SAME_FILE_OPTIONS = (
+    *("ggufs", "depths", "at_once", "words", "max_new_tokens", "threads", "timeout_s", "speed", "db", "as_json"),
+)
 
 
 # --- export
@@ -56,7 +58,7 @@ SAME_FILE = ("ggufs", "depths", "at_once", "words", "max_new_tokens", "threads",
 @click.option(
     "--stream",
     type=value_types.FILE,
-    help="Prompts for measuring the draft's acceptance with its own keys and values, which then decides.",
+    help="Prompts on which to measure the draft's acceptance, which then chooses the layer set and draft lengths.",
 )
 @click.option("--limit", type=positive, default=8, show_default=True, help="Number of its prompts to use.")
 @options.store_and_json
@@ -77,16 +79,17 @@ def export(
 
     from .export import export as export_plan
 
-    made = export_plan(plan, name.model, engine, Path(out), store, StepNotes("load: "), prompts)
-    layer_set = None if made.layer_set is None else made.layer_set.to_json()
-    figures = {"kind": made.kind, "draft_tokens": made.n_draft_tokens, "layer_set": layer_set}
-    value = {"schema": EXPORT_SCHEMA, "engine": engine, "out": out, **figures, "files": list(made.files)}
-    text = f"{out}: {len(made.files)} files for {engine}; {Path(out) / 'README.md'} explains how to run them"
-    return Result({**value, "remarks": list(made.remarks)}, [text], [f"note: {remark}" for remark in made.remarks])
+    exported = export_plan(plan, name.model, engine, Path(out), store, StepNotes("load: "), prompts)
+    layer_set = None if exported.layer_set is None else exported.layer_set.to_json()
+    figures = {"kind": exported.kind, "draft_tokens": exported.n_draft_tokens, "layer_set": layer_set}
+    value = {"schema": EXPORT_SCHEMA, "engine": engine, "out": out, **figures, "files": list(exported.files)}
+    text = f"{out}: {len(exported.files)} files for {engine}; {Path(out) / 'README.md'} explains how to run them"
+    notes = [f"note: {remark}" for remark in exported.remarks]
+    return Result({**value, "remarks": list(exported.remarks)}, [text], notes)
 
 
 def _to_export(store: Store, name: ModelTask, engine: str) -> FoundPlan:
-    """Return the plan that was tuned in the engine, or else the best one."""
+    """Return the plan that was tuned in the engine, unless it is plain decoding; else the task's best plan."""
     with suppress(LayerSetNotFound):
         plan = store.lookup(name.model, name.task, alias=engine)
         if plan.plan.method != "plain":
@@ -99,9 +102,9 @@ def _to_export(store: Store, name: ModelTask, engine: str) -> FoundPlan:
 
 
 def server_of(text: str) -> tuple[str, str]:
-    """Read NAME=URL.
+    """Return name and URL of NAME=URL.
 
-    Raises: ValueError: it is not that.
+    Raises: ValueError: the text has another form.
     """
     name, equals, url = text.partition("=")
     parts = urlsplit(url)
@@ -116,7 +119,7 @@ engine_options = commands.together(
         "--engine",
         metavar="NAME",
         type=click.Choice(ENGINES),
-        help=f"Tune another engine by running the drafts that it supports. One of {', '.join(ENGINES)}.",
+        help=f"Tune another engine by running the kinds of drafts that it supports. One of {', '.join(ENGINES)}.",
     ),
     option(
         commands.ENGINES,
@@ -124,13 +127,13 @@ engine_options = commands.together(
         "engine_urls",
         type=value_types.Parsed("NAME=URL", server_of),
         multiple=True,
-        help="Use a running server of it; plain=URL first; repeatable.  [default: install and start it]",
+        help="Use a running server of it; plain=URL first; repeatable.  [default: install and start the engine]",
     ),
 )
 
 
 def tune_engine(pictures: Pictures, values: Mapping[str, Any]) -> Result | None:
-    """Tune another engine for the stream, if one is named, with the options of `tune` that apply to it.
+    """Tune another engine for the stream; return None if --engine names none.
 
     Raises: SwiftoptError: as in `EngineTuning.run`.
     """
@@ -147,9 +150,9 @@ def tune_engine(pictures: Pictures, values: Mapping[str, Any]) -> Result | None:
         )
     if servers and values["draft_model"]:
         raise InvalidInput("--draft-model is for engines that swiftopt starts: remove it, or remove --engine-url")
-    used = USED if servers else (*USED, "device")
+    applicable = ENGINE_OPTIONS if servers else (*ENGINE_OPTIONS, "device")
     for param in click.get_current_context().command.params:
-        if param.name not in used and inputs.on_command_line(param.name or ""):
+        if param.name not in applicable and inputs.on_command_line(param.name or ""):
             flag, engine = param.opts[0], values["engine"]
             note(f"warning: {flag} has no effect with --engine, which runs {engine} itself, greedily")
     prompts = options.prompts_of(values["stream"], values["task"], values["limit"], values["form"])
@@ -172,27 +175,28 @@ def tune_engine(pictures: Pictures, values: Mapping[str, Any]) -> Result | None:
 
 
 def tuned_view(model: str, engine: str, tuned: EngineTuned) -> list[RenderableType]:
+    """Return the table of the variants tried for a task, the reasons why some failed, and the verdict."""
     columns = [folding("way"), folding("step"), *map(numeric, ("tok/s", "ratio", "acceptance")), folding("equal")]
     rows = []
-    for way in tuned.tried:
-        figures = (number(way.tok_s, 1), number(way.ratio, unit="x"), number(way.acceptance))
-        equal = "not run" if way.tok_s is None else f"{way.equal}/{way.n_prompts}"
-        rows.append((way.name, STEPS[way.step], *figures, equal))
-    failed = [f"{way.name}: {way.reason}" for way in tuned.tried if way.tok_s is None]
+    for variant in tuned.tried:
+        figures = (number(variant.tok_s, 1), number(variant.ratio, unit="x"), number(variant.acceptance))
+        equal = "not run" if variant.tok_s is None else f"{variant.equal}/{variant.n_prompts}"
+        rows.append((variant.name, STEPS[variant.step], *figures, equal))
+    failures = [f"{variant.name}: {variant.reason}" for variant in tuned.tried if variant.tok_s is None]
     verdict, plan = tuned.verdict, tuned.found
     chosen = tuned.way if verdict.word == "use" else "plain"
     lines = [
-        f"{engine}, task {tuned.task}: decode with {chosen}{_beside_plain(verdict)}; {verdict.reason}",
+        f"{engine}, task {tuned.task}: decode with {chosen}{_ratio_words(verdict)}; {verdict.reason}",
         f"Stored as version {plan.version}.",
     ]
     if verdict.word == "use" and plan.plan.settings.get("drafts") is not None:
-        place = shlex.quote(f"{model}/{tuned.task}")
-        lines.append(f"Its files: swiftopt export {place} --to {engine} --version {plan.version} --out FOLDER")
+        name = shlex.quote(f"{model}/{tuned.task}")
+        lines.append(f"Its files: swiftopt export {name} --to {engine} --version {plan.version} --out FOLDER")
     title = f"{model} in {engine}, task {tuned.task}"
-    return [table(columns, rows, title=title), *failed, *lines]
+    return [table(columns, rows, title=title), *failures, *lines]
 
 
-def _beside_plain(verdict: Verdict) -> str:
+def _ratio_words(verdict: Verdict) -> str:
     return "" if verdict.ratio is None else f", {verdict.ratio:.2f}x plain ({interval(verdict.interval)})"
 
 
@@ -203,8 +207,8 @@ def _beside_plain(verdict: Verdict) -> str:
 @options.model_task
 @click.option("--plain", type=PATH, required=True, help="Benchmark file of plain decoding.")
 @click.option("--drafted", type=PATH, required=True, help="Benchmark file of the same requests with the plan.")
-@click.option("--exported", type=value_types.FOLDER, help="The exported folder that was run.")
-@click.option("--engine", type=click.Choice(ENGINES), help="The engine, if no exported plan was run.")
+@click.option("--exported", type=value_types.FOLDER, help="Exported folder that the engine ran with.")
+@click.option("--engine", type=click.Choice(ENGINES), help="The engine, if it did not run an exported plan.")
 @click.option("--settings", type=PATH, help="The engine's settings in that case, a JSON file.")
 @click.option("--device", "device_name", help="Device of the benchmark, for example 'NVIDIA H200'.")
 @click.option("--dtype", "run_dtype", help="Dtype of the benchmark, for example bfloat16.")
@@ -223,8 +227,8 @@ def import_(
 ) -> Result:
     """Store the verdict of another engine's own benchmark on a plan of MODEL/TASK, as a version for that engine.
 
-    FILEs are results of `vllm bench serve --save-result --save-detailed`, or answers of llama.cpp's server with their
-    `timings`, one per line: the same requests in the same order, plain and with the plan.
+    The benchmark files are results of `vllm bench serve --save-result --save-detailed`, or answers of llama.cpp's
+    server with their `timings`, one per line. Both have the same requests in the same order.
     """
     plan = _plan_that_ran(store, name, exported, engine, settings)
 
@@ -234,43 +238,48 @@ def import_(
     stored, verdict, run = import_evidence(store, name.model, name.task, plan, plain, drafted)
     acceptance = None if run.acceptance is None else round(run.acceptance, 4)
     value = {"schema": "swiftopt.import/1", "engine": plan.engine, "requests": len(run.timed), "acceptance": acceptance}
-    what = f"{verdict.word}{_beside_plain(verdict)}"
-    text = f"{name} version {stored.version}, for {plan.engine}: {what} on {len(run.timed)} requests"
+    result = f"{verdict.word}{_ratio_words(verdict)}"
+    text = f"{name} version {stored.version}, for {plan.engine}: {result} on {len(run.timed)} requests"
     return Result({**value, "verdict": asdict(verdict), "found": stored.to_json()}, [text])
 
 
 def _plan_that_ran(
     store: Store, name: ModelTask, exported: str | None, engine: str | None, settings: Path | None
 ) -> Plan:
-    """Return the plan that a benchmark ran with, of an exported folder or of an engine's settings.
+    """Return the plan that a benchmark ran with: of an exported folder, or of an engine's settings.
 
-    Raises: InvalidInput: neither is given, or both are, or a file is not what it should be.
+    Raises: InvalidInput: neither or both are given, or a file is not what it should be.
     """
     if (exported is None) == (engine is None):
         raise InvalidInput(
             "it is unknown what was benchmarked: use --exported FOLDER, or --engine with --settings FILE"
         )
     if exported is None:
-        chosen = {} if settings is None else read_object(settings, "an engine's settings")
-        text = chosen.get("method") == "ngram" or str(chosen.get("spec-type", "")).startswith("ngram")
-        return Plan("prompt-lookup" if text else "spd", settings=chosen, engine=engine)
+        engine_settings = {} if settings is None else read_object(settings, "an engine's settings")
+        method, spec_type = engine_settings.get("method"), str(engine_settings.get("spec-type", ""))
+        is_text = method == "ngram" or spec_type.startswith("ngram")
+        return Plan("prompt-lookup" if is_text else "spd", settings=engine_settings, engine=engine)
     if settings is not None:
         raise InvalidInput("--exported contains the settings: remove --settings")
-    about_file = Path(exported) / EXPORT_SUMMARY
-    about = read_object(about_file, "an exported plan")
-    if about.get("schema") != EXPORT_SCHEMA or about.get("engine") not in ENGINES:
-        raise InvalidInput(f"{about_file} is not an exported plan: use a folder that `swiftopt export` wrote")
-    record = None
-    if about.get("kind") == "draft":
-        record = store.plan(name.model, name.task, int(about.get("version") or 0)).plan.layer_set
-    kept = {"drafts": "layers" if record is not None else about.get("kind"), "draft_tokens": about.get("draft_tokens")}
-    return Plan("prompt-lookup" if about.get("kind") == "text" else "spd", record, kept, engine=str(about["engine"]))
+    summary_file = Path(exported) / EXPORT_SUMMARY
+    summary = read_object(summary_file, "an exported plan")
+    if summary.get("schema") != EXPORT_SCHEMA or summary.get("engine") not in ENGINES:
+        raise InvalidInput(f"{summary_file} is not an exported plan: use a folder that `swiftopt export` wrote")
+    kind, record = summary.get("kind"), None
+    if kind == "draft":
+        record = store.plan(name.model, name.task, int(summary.get("version") or 0)).plan.layer_set
+    drafts = {"drafts": kind if record is None else "layers", "draft_tokens": summary.get("draft_tokens")}
+    return Plan("prompt-lookup" if kind == "text" else "spd", record, drafts, engine=str(summary["engine"]))
 
 
 # --- benchmark
 
 
 def _counts(text: str, least: int) -> tuple[int, ...]:
+    """Return the numbers of N,N.
+
+    Raises: ValueError: the text has another form, or a number is below `least`.
+    """
     counts = tuple(int(word) for word in text.split(",") if word.strip().isdecimal())
     if len(counts) != len(text.split(",")) or min(counts) < least:
         raise ValueError(f"{text!r} is not a list of numbers from {least} on: use for example 1,4,8")
@@ -283,7 +292,7 @@ def _counts(text: str, least: int) -> tuple[int, ...]:
 )
 @option(commands.MACHINE, "--model", type=value_types.MODEL, help=f"{options.MODEL_HELP} Not needed with --gguf.")
 @option(commands.PROMPTS, "--stream", type=value_types.FILE, help=options.STREAM_HELP)
-@options.task("plan", "Whose stored plan swiftopt/best uses.  [default: each prompt's own task]", commands.PROMPTS)
+@options.task("plan", "Task whose stored plan swiftopt/best uses.  [default: each prompt's task]", commands.PROMPTS)
 @options.limit
 @options.form
 @measurement("--peers", "words", default="all", help="Engines, or rows such as llama-cpp/plain.")
@@ -292,7 +301,7 @@ def _counts(text: str, least: int) -> tuple[int, ...]:
     "ggufs",
     multiple=True,
     type=PATH,
-    help="Without --model: the file that swiftopt, llama.cpp and ik_llama.cpp run. With --model: another file of this"
+    help="Without --model: the file that swiftopt, llama.cpp and ik_llama.cpp run. With --model: a further file of this"
     " model for llama.cpp; repeatable.",
 )
 @measurement(
@@ -317,7 +326,7 @@ def _counts(text: str, least: int) -> tuple[int, ...]:
     "--exported",
     multiple=True,
     type=value_types.FOLDER,
-    help="Folder of `swiftopt export`, for a row of its engine; repeatable.",
+    help="Folder of `swiftopt export`, which adds a row of its engine; repeatable.",
 )
 @measurement("--base", metavar="ROW", help="Base row of the ratios.  [default: llama.cpp's faster plain row]")
 @measurement("--threads", type=positive, help="Threads of each engine.  [default: number of cores]")
@@ -353,18 +362,19 @@ def peers(
     db: str | None,
     **values: Any,
 ) -> Result:
-    """Decode every prompt with swiftopt and other engines alternately, each row in its own process, greedily.
+    """Decode every prompt greedily with swiftopt and other engines, which take turns, each row in its own process.
 
     The engines are installed once in the user's cache, and GGUF files are created there from the model's own weights.
-    An engine that cannot be installed or fails has a row with the reason. All run on one device, by default the one on
-    which swiftopt would load the model; on a GPU each engine's CUDA build runs. All rows get the same token ids,
-    threads and number of new tokens; stop tokens are ignored. `equal to` counts the prompts on which a row with drafts
-    gives the plain tokens of its own engine, and other rows those of swiftopt/plain. `swiftopt/best` is the stored
-    plan, or adaptive drafts if there is none. Ctrl-C shows the prompts that all rows have answered.
+    If an engine cannot be installed or fails, its row shows the reason. All engines run on one device, by default the
+    one on which swiftopt would load the model; on a GPU each engine's CUDA build runs. All rows get the same token ids,
+    number of threads and number of new tokens; stop tokens are ignored. `equal to` counts the prompts on which a row
+    with drafts has the tokens of its engine's plain row, and other rows those of swiftopt/plain. `swiftopt/best` is the
+    stored plan, or adaptive drafts if there is none. Ctrl-C shows the results for the prompts that all rows have
+    answered.
 
-    With --gguf and no --model, engines that read GGUF run that file unchanged, alternately: with each prompt length of
-    --depths and each number of concurrent requests of --at-once, every cell in new processes. The seconds from a
-    process's start to its first token are measured with the file on disk (cold) and in memory (warm).
+    With --gguf but without --model, engines that read GGUF run this file unchanged and take turns: with each prompt
+    length of --depths and each number of concurrent requests of --at-once, in new processes each time. The seconds from
+    the start of a process until its first token are measured with the file on disk (cold) and in memory (warm).
     """
     names = words.split(",")
     if ggufs and model is None:
@@ -380,9 +390,9 @@ def peers(
     from .peers import all_rows, chosen_rows
 
     folders = tuple(map(Path, exported))
-    chosen = chosen_rows(names, all_rows(ggufs, Path(assistant) if assistant else None, folders))
+    rows = chosen_rows(names, all_rows(ggufs, Path(assistant) if assistant else None, folders))
     if base is not None:
-        look_up("row", base, {row.name: row for row in chosen})
+        look_up("row", base, {row.name: row for row in rows})
 
     import torch
 
@@ -393,16 +403,15 @@ def peers(
     from .turns import Turns, TurnsRequest, questions_of
 
     folder = local_folder(resolve(request.model), StepNotes("load: "))
-    drafting = local_folder(resolve(assistant), StepNotes("load: ")) if assistant else None
-    given = {"threads": threads} if threads else {}
-    places = {"folder": folder, "db": inputs.database_url(db) if db else None}
+    assistant_folder = local_folder(resolve(assistant), StepNotes("load: ")) if assistant else None
     device = chosen_device(request.device, folder, request.dtype)
-    common = pick(TurnsRequest, {**values, **given, **places, "device": device})
+    overrides = {"folder": folder, "db": inputs.database_url(db) if db else None, "device": device}
+    turns_request = pick(TurnsRequest, {**values, **({"threads": threads} if threads else {}), **overrides})
     questions = questions_of(folder, prompts, request.max_new_tokens)
-    bench = Turns(common, questions, chosen_rows(names, all_rows(ggufs, drafting, folders)), note)
+    bench = Turns(turns_request, questions, chosen_rows(names, all_rows(ggufs, assistant_folder, folders)), note)
     bench.run()
     machine = device_name(torch.device(device))
-    report = report_of(common, bench.runs, bench.questions, machine, base, bench.interrupted)
+    report = report_of(turns_request, bench.runs, bench.questions, machine, base, bench.interrupted)
     pictures.draw(draw_ratios, report)
     return Result(report, peers_view(report), interrupted=bench.interrupted)
 
@@ -411,17 +420,17 @@ def _same_file(names: Sequence[str], ggufs: Sequence[Path], values: Mapping[str,
     if len(ggufs) > 1:
         raise InvalidInput("without --model one file is measured: use one --gguf, or add the --model of all files")
     for param in click.get_current_context().command.params:
-        if param.name not in SAME_FILE and inputs.on_command_line(param.name or ""):
+        if param.name not in SAME_FILE_OPTIONS and inputs.on_command_line(param.name or ""):
             note(f"warning: {param.opts[0]} has no effect without --model")
 
     from .peers import chosen_rows
     from .same_file import SameFile, SameFileRequest, file_rows, same_file_view
 
     rows = chosen_rows(names, file_rows())
-    given = {name: values[name] for name in ("threads",) if values[name]}
-    kept = {name: values[name] for name in ("depths", "at_once", "max_new_tokens", "timeout_s", "speed")}
+    settings = {name: values[name] for name in ("depths", "at_once", "max_new_tokens", "timeout_s", "speed")}
+    threads = {"threads": values["threads"]} if values["threads"] else {}
     db = inputs.database_url(values["db"]) if values["db"] else None
-    bench = SameFile(SameFileRequest(str(ggufs[0]), db=db, **kept, **given), rows, note)
+    bench = SameFile(SameFileRequest(str(ggufs[0]), db=db, **settings, **threads), rows, note)
     bench.run()
 
     import torch
@@ -433,17 +442,17 @@ def _same_file(names: Sequence[str], ggufs: Sequence[Path], values: Mapping[str,
 
 
 def peers_view(report: Mapping[str, Any]) -> list[RenderableType]:
-    """Return the table of the rows, and under it why others have no numbers."""
+    """Return the table of the rows, and below it the reasons why rows were not run."""
     from .peers import equal_to
 
     title = f"{report['model']}, {report['device']}, {report['prompts']} prompts of {report['max_new_tokens']} tokens"
     caption = (
-        f"decode: tok/s after the first token; ratio: to {report['base']}; accepted: of the drafted tokens;"
-        " equal to: whose tokens on how many prompts."
-        " Engines round differently; rows of other weights are another model's answers."
+        f"decode: tok/s after the first token; ratio: to {report['base']}; accepted: share of the drafted tokens;"
+        " equal to: row with the same tokens, and on how many prompts."
+        " Engines round differently; with other weights, the tokens are those of another model."
     )
     rows = []
-    failed: dict[str, list[str]] = {}  # Names of the rows without numbers, by reason.
+    failures: dict[str, list[str]] = {}  # Names of the rows without numbers, by reason.
     for result in report["results"]:
         memory = result.get("peak_bytes")
         figures = (
@@ -455,10 +464,10 @@ def peers_view(report: Mapping[str, Any]) -> list[RenderableType]:
             number(memory and memory / 1e9, 1, " GB"),
         )
         if result["tok_s"] is None:
-            failed.setdefault(result["reason"], []).append(result["row"])
-        equal = equal_to(result) if result["tok_s"] else f"not run ({list(failed).index(result['reason']) + 1})"
+            failures.setdefault(result["reason"], []).append(result["row"])
+        equal = equal_to(result) if result["tok_s"] else f"not run ({list(failures).index(result['reason']) + 1})"
         rows.append((result["row"], *figures, equal))
-    footnotes = [f"({n}) {', '.join(names)}: {reason}" for n, (reason, names) in enumerate(failed.items(), start=1)]
+    footnotes = [f"({n}) {', '.join(names)}: {reason}" for n, (reason, names) in enumerate(failures.items(), start=1)]
     headings = ("tok/s", "decode", "ratio", "95 %", "accepted", "memory")
     columns = [folding("row"), *map(numeric, headings), folding("equal to")]
     return [table(columns, rows, title=title), *map(Text, (caption, *footnotes))]

@@ -1,4 +1,4 @@
-"""Chooses the device that all engines of a run use, restricts processes to it, and measures its free memory."""
+"""Chooses the device of all engines of a run, restricts their processes to it, and measures its free memory."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 def chosen_device(device: str, folder: Path, dtype: str) -> str:
-    """Return the device of all engines, "cpu" or "cuda:N"; "auto" means where swiftopt itself would load the model.
+    """Return the device of all engines, "cpu" or "cuda:N"; for "auto" the one on which swiftopt would load the model.
 
     Raises: DeviceMissing: it is not on this machine. SettingsError: no single device has room for the model.
     """
@@ -29,8 +29,8 @@ def chosen_device(device: str, folder: Path, dtype: str) -> str:
     place = placement(device, folder, dtype)
     if place == "auto-map":
         raise SettingsError(
-            f"engines are compared on one device, and {folder} would be spread over several: use --device cpu, cuda:N"
-            " or a smaller model"
+            f"engines are compared on one device, and {folder} would need several: use --device cpu, cuda:N or a"
+            " smaller model"
         )
     return place
 
@@ -40,8 +40,8 @@ def only_device(device: str, environ: Mapping[str, str]) -> dict[str, str]:
     if device == "cpu":
         return {}
     index = int(device.partition(":")[2])
-    seen = environ.get(VISIBLE)
-    return {VISIBLE: seen.split(",")[index].strip() if seen else str(index)}
+    visible = environ.get(VISIBLE)
+    return {VISIBLE: visible.split(",")[index].strip() if visible else str(index)}
 
 
 def free_on(device: str) -> int:
@@ -50,5 +50,5 @@ def free_on(device: str) -> int:
 
 
 def room_for(device: str, n_bytes: float) -> bool:
-    """Tell whether the device has `n_bytes` of memory free for one more process, besides a reserve."""
+    """Tell whether the device has `n_bytes` of memory free for one more process, in addition to a reserve."""
     return free_on(device) >= n_bytes + SPARE_BYTES and (device == "cpu" or free_on("cpu") >= HOST_BYTES + SPARE_BYTES)

@@ -1,7 +1,7 @@
 """Chooses what another engine drafts with for a plan: the layer set, the format of its weights, and the draft length.
 
 In swiftopt a layer set drafts with the target's KV cache. Another engine loads the set as a checkpoint, a separate
-model with its own KV cache. Its prediction after a committed text does not depend on how rounds divide that text, so
+model with its own KV cache. What it predicts after a committed text does not depend on the rounds that committed it, so
 one pass over the target's completion gives the acceptance at every draft length.
 """
 
@@ -17,7 +17,7 @@ from typing import Any, Literal
 from ..core.costs import CostProfile, context_bucket
 from ..core.errors import InvalidInput, LayerSetError, UnsupportedModel
 from ..core.layer_sets import KINDS, LayerSet
-from ..core.records import FoundPlan, LayerSetRecord
+from ..core.records import FoundPlan, LayerSetRecord, Plan
 from ..core.settings import FORMATS, SwiftSettings
 from ..core.types import Prompt, Sampling, Trial
 from ..decoding.methods import PLAIN
@@ -41,15 +41,15 @@ from ..models.saved import OnStep, no_step, supported_config
 from ..store import Store
 from ..tasks.recipes import TYPICAL_POSITIONS
 
-Kind = Literal["draft", "text"]  # Source of an engine's drafts: a checkpoint, or n-grams of earlier text.
-# Format of a draft's weights: "stored" is the model's own; the others also allow fewer bits.
-Writes = Literal["stored", "compressed-tensors", "gguf"]
+Kind = Literal["draft", "text"]  # Source of an engine's drafts: a draft model, or n-grams of earlier text.
+# Format of a draft checkpoint's weights: "stored" is the model's own; the others also allow fewer bits.
+CheckpointFormat = Literal["stored", "compressed-tensors", "gguf"]
 
-NEW_TOKENS = 128  # Default number of new tokens of a prompt.
+NEW_TOKENS = 128  # Tokens of a completion on which acceptance is measured.
 CHUNK_ROWS = 256  # Maximum number of tokens of a text in one forward pass.
 LENGTHS = range(17)  # Draft lengths to choose from, in tokens per round.
 LOADS = (1, 2, 4, 8, 16, 32, 64)  # Numbers of concurrent requests for which a draft length is chosen.
-GUESSED_LENGTH = 5  # Draft length in tokens when no acceptance rate is known.
+DEFAULT_LENGTH = 5  # Draft length in tokens if no acceptance rate is known.
 MEASURED_SETS = 5  # Maximum number of candidate sets whose acceptance is measured.
 MEASURED = "measured with its own keys and values"
 ESTIMATED = "estimated from the plan's, which reads the target's keys and values"
@@ -58,100 +58,87 @@ TEXT_METHODS = ("prompt-lookup", "adaptive")  # Methods that draft from earlier 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Speculation:
-    """How an engine drafts: `kind` is the source of its drafts, `n_tokens` their length per round.
-
-    `lengths`: draft length by load, as (fewest requests, most requests, draft tokens). `confidence`: probability below
-    which a draft ends; None leaves it out of the settings. `own_text`: swiftopt's `TextProposer` drafts in the engine.
-    """
+    """How an engine drafts: the source of its drafts, and their lengths."""
 
     kind: Kind
-    n_tokens: int
+    n_tokens: int  # Draft tokens per round.
+    # Draft length by load, as (fewest requests, most requests, draft tokens).
     lengths: tuple[tuple[int, int, int], ...] = ()
-    confidence: float | None = None
-    own_text: bool = False
+    confidence: float | None = None  # Probability below which a draft ends; None: not in the settings.
+    own_text: bool = False  # True: swiftopt's `TextProposer` drafts inside the engine.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineDraft(Speculation):
-    """All that an engine's exported files are written from.
-
-    `name` is the target model's name, `target` the path or id from which the engine loads it. `layer_set` is the
-    checkpoint's layer set, if there is a checkpoint; it differs from the plan's in `n_changed` sub-layers, and with
-    `no_ops` some layers lack attention or MLP. `shared` is the plan's own set if the engine can run swiftopt's drafts.
-    """
+    """What an engine's exported files describe."""
 
     found: FoundPlan
-    name: str
-    target: str
-    layer_set: LayerSet | None = None
-    n_changed: int = 0
-    no_ops: bool = False
-    shared: LayerSetRecord | None = None
+    name: str  # Name of the target model.
+    target: str  # Path or id from which the engine loads the target.
+    layer_set: LayerSet | None = None  # Layer set of the draft checkpoint, if there is one.
+    n_changed: int = 0  # Number of sub-layers in which `layer_set` differs from the plan's set.
+    no_ops: bool = False  # True: some layers of the checkpoint lack attention or MLP.
+    shared: LayerSetRecord | None = None  # The plan's own set, if swiftopt can draft inside the engine.
     acceptance: float | None = None
-    acceptance_from: str | None = None
+    acceptance_from: str | None = None  # MEASURED or ESTIMATED.
 
 
 @dataclass(frozen=True, slots=True)
 class ExportEngine:
-    """An engine to export to: its settings file, what goes into that file, and the commands that run it.
-
-    `writes`: format of the draft's weights; all but "stored" allow fewer bits, so a set that only quantises can be a
-    draft, too. `no_ops`: a draft's layers may lack attention or MLP. `shares`: swiftopt can run inside the engine.
-    `run_here`: the project's tests or `make engines` load the files. `confidence`: default probability below which
-    drafts end; None: drafts always have their full length.
-    """
+    """An engine to export to: its settings file, what goes into that file, and the commands that run it."""
 
     title: str
     settings_file: str
     settings: Callable[[Speculation], Mapping[str, Any]]
-    lines: Callable[[EngineDraft], list[str]]  # Commands that run the engine, in Markdown, the best first.
-    writes: Writes = "stored"
-    no_ops: bool = False
-    shares: bool = False
-    run_here: bool = False
-    confidence: float | None = None
+    commands: Callable[[EngineDraft], list[str]]  # Commands that run the engine, in Markdown, the best first.
+    # With a format of fewer bits, a layer set that skips nothing and only quantises can be a draft as well.
+    checkpoint_format: CheckpointFormat = "stored"
+    no_ops: bool = False  # True: a draft's layers may lack attention or MLP.
+    shares: bool = False  # True: swiftopt can draft inside the engine, with the target's keys and values.
+    is_tested: bool = False  # True: the project's tests or `make engines` load the files.
+    confidence: float | None = None  # Default probability below which drafts end; None: all have full length.
 
 
-# --- acceptance of a draft that is a model by itself
+# --- acceptance of a draft checkpoint
 
 
 @dataclass(frozen=True, slots=True)
-class OwnAcceptance:
-    """Which completion tokens after the first the draft model predicts correctly, for each text."""
+class MeasuredAcceptance:
+    """For each text, whether a draft checkpoint predicts each completion token after the first correctly."""
 
     matches: tuple[tuple[bool, ...], ...]
 
     def counts(self, length: int) -> tuple[int, int, int]:
         """Return rounds, drafted and accepted tokens with `length` draft tokens per round."""
-        rounds = drafted = accepted = 0
+        n_rounds = n_drafted = n_accepted = 0
         for matches in self.matches:
-            at = 0
-            while at < len(matches):
+            start = 0
+            while start < len(matches):
                 # A round ends with a token of the target, so the last token of the text is never drafted.
-                offered = matches[at : min(at + length, len(matches) - 1)]
-                right = offered.index(False) if False in offered else len(offered)
-                rounds, drafted, accepted = rounds + 1, drafted + len(offered), accepted + right
-                at += right + 1
-        return rounds, drafted, accepted
+                drafted = matches[start : min(start + length, len(matches) - 1)]
+                n_right = drafted.index(False) if False in drafted else len(drafted)
+                n_rounds, n_drafted, n_accepted = n_rounds + 1, n_drafted + len(drafted), n_accepted + n_right
+                start += n_right + 1
+        return n_rounds, n_drafted, n_accepted
 
     def rate(self, length: int) -> float:
         """Return the acceptance rate: accepted / drafted tokens."""
-        _, drafted, accepted = self.counts(length)
-        return accepted / drafted if drafted else 0.0
+        _, n_drafted, n_accepted = self.counts(length)
+        return n_accepted / n_drafted if n_drafted else 0.0
 
     def tokens_per_round(self, length: int) -> float:
         """Return the mean number of tokens committed per round, the target's own token included."""
-        rounds, _, _ = self.counts(length)
-        return sum(map(len, self.matches)) / rounds if rounds else 1.0
+        n_rounds, _, _ = self.counts(length)
+        return sum(map(len, self.matches)) / n_rounds if n_rounds else 1.0
 
 
-Acceptance = float | OwnAcceptance  # An estimated rate, or measured matches.
+Acceptance = float | MeasuredAcceptance  # An estimated rate, or measured matches.
 
 
-def own_acceptance(
+def measured_acceptance(
     runtime: Runtime, prompts: Sequence[Prompt], layer_sets: Sequence[LayerSet], on_step: OnStep = no_step
-) -> list[OwnAcceptance]:
-    """Decode the prompts' first turns plainly and greedily, and let a draft model of each set predict the completions.
+) -> list[MeasuredAcceptance]:
+    """Measure how well the draft checkpoint of each set predicts plain greedy completions of the prompts' first turns.
 
     Raises: InvalidInput, ContextOverflow: a prompt cannot be decoded on this model.
     """
@@ -159,36 +146,37 @@ def own_acceptance(
     by_set: list[list[tuple[bool, ...]]] = [[] for _ in layer_sets]
     for number, prompt in enumerate(prompts, 1):
         on_step(f"measuring acceptance, prompt {number} of {len(prompts)}")
-        first = replace(prompt, turns=prompt.turns[:1])
-        (turn,) = session.run(first, PLAIN)
-        before = session.encode(first)
+        first_turn = replace(prompt, turns=prompt.turns[:1])
+        (turn,) = session.run(first_turn, PLAIN)
+        prompt_ids = session.encode(first_turn)
         for set_matches, layer_set in zip(by_set, layer_sets, strict=True):
-            set_matches.append(_matches(runtime, before, turn.completion.token_ids, layer_set))
-    return [OwnAcceptance(tuple(set_matches)) for set_matches in by_set]
+            set_matches.append(_matches(runtime, prompt_ids, turn.completion.token_ids, layer_set))
+    return [MeasuredAcceptance(tuple(set_matches)) for set_matches in by_set]
 
 
 def _matches(
-    runtime: Runtime, before: Sequence[int], completion: Sequence[int], layer_set: LayerSet
+    runtime: Runtime, prompt_ids: Sequence[int], completion_ids: Sequence[int], layer_set: LayerSet
 ) -> tuple[bool, ...]:
+    """Return for each completion token after the first whether the layer set predicts it, with its own KV cache."""
     runtime.copies.prepare(layer_set)
-    text = [*before, *completion]
+    text = [*prompt_ids, *completion_ids]
     buffer = runtime.new_buffer(len(text))
     predicted: list[int] = []
     for start in range(0, len(text) - 1, CHUNK_ROWS):
         chunk = text[start : min(start + CHUNK_ROWS, len(text) - 1)]
-        rows_read = [row for row in range(len(chunk)) if start + row >= len(before)]
-        logits = runtime.forward(Rows(chunk, start, variants=(layer_set,)), buffer, rows_read or [0])
-        predicted += logits.argmax(dim=-1).tolist() if rows_read else []
-    return tuple(token == token_there for token, token_there in zip(predicted, completion[1:], strict=True))
+        read_rows = [row for row in range(len(chunk)) if start + row >= len(prompt_ids)]
+        logits = runtime.forward(Rows(chunk, start, variants=(layer_set,)), buffer, read_rows or [0])
+        predicted += logits.argmax(dim=-1).tolist() if read_rows else []
+    return tuple(guess == token_id for guess, token_id in zip(predicted, completion_ids[1:], strict=True))
 
 
 # --- from a plan to a draft
 
 
 def planned_draft(found: FoundPlan, name: str, target: str, folder: Path, engine: ExportEngine) -> EngineDraft:
-    """Choose what an engine drafts with for a plan; `layer_set` is set only if it can be a checkpoint.
+    """Return what an engine drafts with for a plan; its `layer_set` is None if the set cannot be a checkpoint.
 
-    The draft length for a layer set is a guess, which `with_checkpoint` replaces.
+    For a layer set, the draft length is the default one, which `with_checkpoint` replaces.
 
     Args:   target: path or id from which the engine loads the target. folder: the target's weights.
     Raises: as `export`.
@@ -199,55 +187,70 @@ def planned_draft(found: FoundPlan, name: str, target: str, folder: Path, engine
     if layer_set is None and plan.method == "adaptive":
         draft_format = str(plan.settings.get("draft_format", "int4"))
         layer_set = LayerSet(n_layers).filled(draft_format if draft_format in FORMATS else "int4")
-    takes_bits = engine.shares or engine.writes != "stored"
-    text = EngineDraft(found=found, name=name, target=target, kind="text", n_tokens=GUESSED_LENGTH)
-    if layer_set is not None and (layer_set.n_skipped or (layer_set.formats and takes_bits)):
+    allows_bits = engine.shares or engine.checkpoint_format != "stored"
+    text_draft = EngineDraft(found=found, name=name, target=target, kind="text", n_tokens=DEFAULT_LENGTH)
+    if layer_set is not None and (layer_set.n_skipped or (layer_set.formats and allows_bits)):
         model_id = fingerprint(folder)
         known_ids = (None, model_id, *earlier_fingerprints(folder))
         if layer_set.n_layers != n_layers or (record is not None and record.fingerprint not in known_ids):
             raise LayerSetError(
-                f"the layer set was tuned on another model than {name} ({model_id}): export it with the model that it"
-                " is of"
+                f"the layer set was tuned on another model than {name} ({model_id}): export it with its own model"
             )
-        written = layer_set if _has_checkpoint(layer_set, name, folder, engine) else None
-        return replace(text, kind="draft", layer_set=written, **_inside(found, name, layer_set, engine))
+        checkpoint_set = layer_set if _has_checkpoint(layer_set, name, folder, engine) else None
+        return replace(
+            text_draft,
+            kind="draft",
+            layer_set=checkpoint_set,
+            confidence=_confidence(plan, engine),
+            shared=_shared_record(plan, name, layer_set) if engine.shares else None,
+        )
     if plan.method in TEXT_METHODS:
-        return replace(text, n_tokens=int(plan.settings.get("max_draft_length", 10)))
+        return replace(text_draft, n_tokens=int(plan.settings.get("max_draft_length", 10)))
     if layer_set is not None:
         raise InvalidInput(
-            f"this plan's draft leaves out no sub-layer, it only has fewer bits, in which swiftopt writes none for"
+            "this plan's draft skips no sub-layer, it only has fewer bits, and swiftopt writes no such draft for"
             f" {engine.title}: export a layer set that skips, or to another engine"
         )
     raise InvalidInput(
-        f"this plan decodes with {plan.method}, for which {engine.title} has nothing: export a version with a layer"
-        " set or with prompt-lookup (`swiftopt layers list` shows those with a layer set)"
+        f"this plan decodes with {plan.method}, which {engine.title} cannot do: export a version with a layer set or"
+        " with prompt-lookup (`swiftopt layers list` shows those with a layer set)"
     )
 
 
-def _inside(found: FoundPlan, name: str, layer_set: LayerSet, engine: ExportEngine) -> dict[str, Any]:
-    """Return `confidence`, below which a draft ends, and `shared`, the record for swiftopt inside the engine."""
-    plan, record = found.plan, found.plan.layer_set
-    settings = SwiftSettings.from_json(record.settings) if record is not None else SwiftSettings(method="adaptive")
-    confidence, shared = engine.confidence, None
-    if confidence is not None and settings.method == "swift" and settings.early_stop:
-        confidence = settings.stop_threshold
-    if engine.shares:
-        own_way = {"method": plan.method} if plan.method in ("swift", "adaptive") else {}
-        described = record or LayerSetRecord(name, "any", layer_set, settings=settings.to_json())
-        shared = replace(described, settings={**described.settings, **own_way})
-    return {"confidence": confidence, "shared": shared}
+def _swift_settings(plan: Plan) -> SwiftSettings:
+    record = plan.layer_set
+    return SwiftSettings(method="adaptive") if record is None else SwiftSettings.from_json(record.settings)
+
+
+def _confidence(plan: Plan, engine: ExportEngine) -> float | None:
+    """Return the probability below which the engine's drafts end: the plan's stop threshold, or the engine's default.
+
+    None if the engine's drafts always have their full length.
+    """
+    settings = _swift_settings(plan)
+    if engine.confidence is not None and settings.method == "swift" and settings.early_stop:
+        return settings.stop_threshold
+    return engine.confidence
+
+
+def _shared_record(plan: Plan, name: str, layer_set: LayerSet) -> LayerSetRecord:
+    """Return the record with which swiftopt drafts inside the engine; its settings name the plan's method."""
+    method = {"method": plan.method} if plan.method in ("swift", "adaptive") else {}
+    record = plan.layer_set or LayerSetRecord(name, "any", layer_set, settings=_swift_settings(plan).to_json())
+    return replace(record, settings={**record.settings, **method})
 
 
 def _has_checkpoint(layer_set: LayerSet, name: str, folder: Path, engine: ExportEngine) -> bool:
     """Tell whether the layer set can be written as a draft checkpoint for the engine.
 
-    Raises: UnsupportedModel: it cannot be, and the engine drafts with nothing else.
+    Raises: UnsupportedModel: it cannot, and the engine cannot draft with the set in another way.
     """
-    if not layer_set.n_skipped and engine.writes == "stored":
+    if not layer_set.n_skipped and engine.checkpoint_format == "stored":
         return False
+    needs_quantising = not layer_set.n_skipped and engine.checkpoint_format == "compressed-tensors"
     try:
         check_restackable(supported_config(folder))
-        if not layer_set.n_skipped and engine.writes == "compressed-tensors" and not takes_fewer_bits(folder):
+        if needs_quantising and not takes_fewer_bits(folder):
             raise UnsupportedModel(
                 f"the linear maps of {name} cannot be written in fewer bits for {engine.title}: export a layer set"
                 " that skips, or to another engine"
@@ -267,7 +270,9 @@ def with_checkpoint(
     prompts: Sequence[Prompt],
     on_step: OnStep,
 ) -> EngineDraft:
-    """Choose the checkpoint's layer set, by measured acceptance if there are prompts, and the draft lengths.
+    """Return the draft with the checkpoint's layer set and the draft lengths chosen.
+
+    With prompts, the acceptance of the nearest sets is measured and the fastest one is chosen.
 
     Args: as for `export`; `folder` holds the target's weights.
     """
@@ -275,33 +280,35 @@ def with_checkpoint(
     assert layer_set is not None
     if store is not None and record is not None and record.job:
         trials = store.trials(record.job, record.task)
-    whole = alternating(layer_set, is_parallel(supported_config(folder)), trials)
-    no_ops = engine.no_ops and _needs_no_ops(layer_set, whole, folder)
-    candidates = (layer_set, *whole) if no_ops else whole
-    runs = [candidate if engine.writes != "stored" else replace(candidate, formats=()) for candidate in candidates]
+    alternating = alternating_sets(layer_set, is_parallel(supported_config(folder)), trials)
+    no_ops = engine.no_ops and _needs_no_ops(layer_set, alternating, folder)
+    candidates = (layer_set, *alternating) if no_ops else alternating
+    # The candidates as the engine runs them.
+    keeps_formats = engine.checkpoint_format != "stored"
+    run_sets = [candidate if keeps_formats else replace(candidate, formats=()) for candidate in candidates]
     costs = None if store is None or record is None else _stored_costs(store, record, folder)
     best = 0
-    accepted: Acceptance | None = None
+    acceptance: Acceptance | None = None
     source: str | None = None
     if prompts:
         runtime = load(str(folder), on_step=on_step)
-        measured = own_acceptance(runtime, prompts, runs[:MEASURED_SETS], on_step)
-        speeds = [speed_of(run, one, costs) for run, one in zip(runs, measured, strict=False)]
+        measured = measured_acceptance(runtime, prompts, run_sets[:MEASURED_SETS], on_step)
+        speeds = [speed_of(run_set, one, costs) for run_set, one in zip(run_sets, measured, strict=False)]
         best = max(range(len(measured)), key=lambda i: max(speeds[i](1, k) for k in LENGTHS))
-        accepted, source = measured[best], MEASURED
+        acceptance, source = measured[best], MEASURED
     elif record is not None:
-        accepted = record.matchness if record.acceptance_rate is None else record.acceptance_rate
-        source = None if accepted is None else ESTIMATED
-    lengths = lengths_by_load(runs[best], accepted, costs)
+        acceptance = record.matchness if record.acceptance_rate is None else record.acceptance_rate
+        source = None if acceptance is None else ESTIMATED
+    lengths = lengths_by_load(run_sets[best], acceptance, costs)
     n_tokens = max([1, *(k for _, _, k in lengths)])
     return replace(
         draft,
         n_tokens=n_tokens,
         lengths=lengths,
         layer_set=candidates[best],
-        no_ops=candidates[best] not in whole,
+        no_ops=candidates[best] not in alternating,
         n_changed=distance(layer_set, candidates[best]),
-        acceptance=accepted.rate(n_tokens) if isinstance(accepted, OwnAcceptance) else accepted,
+        acceptance=acceptance.rate(n_tokens) if isinstance(acceptance, MeasuredAcceptance) else acceptance,
         acceptance_from=source,
     )
 
@@ -312,25 +319,25 @@ def _stored_costs(store: Store, record: LayerSetRecord, folder: Path) -> CostPro
     return store.cost_profile(fingerprint(folder), record.device, record.dtype, context_bucket(TYPICAL_POSITIONS))
 
 
-def alternating(layer_set: LayerSet, parallel: bool, trials: Sequence[Trial]) -> tuple[LayerSet, ...]:
-    """Return the set itself if it can be a checkpoint, else the nearest sets that can, the most promising first.
+def alternating_sets(layer_set: LayerSet, parallel: bool, trials: Sequence[Trial]) -> tuple[LayerSet, ...]:
+    """Return the set itself if its sub-layers alternate attention and MLP, else the nearest sets whose sub-layers do.
 
-    Sets that the search has tried come first, by mean matchness, the highest first; untried sets follow in the order of
+    Sets that the search has tried come first, in descending order of mean matchness; the others follow in the order of
     `nearest`.
     """
-    tried: dict[LayerSet, list[float]] = {}
+    matchness: dict[LayerSet, list[float]] = {}  # Of each set's trials.
     for trial in trials:
-        tried.setdefault(replace(trial.layer_set, formats=()), []).append(trial.matchness)
+        matchness.setdefault(replace(trial.layer_set, formats=()), []).append(trial.matchness)
 
-    def promise(one: LayerSet) -> float:
-        return fmean(tried.get(replace(one, formats=()), [-1.0]))
+    def mean_matchness(candidate: LayerSet) -> float:
+        return fmean(matchness.get(replace(candidate, formats=()), [-1.0]))
 
-    return tuple(sorted(nearest(layer_set, parallel), key=promise, reverse=True))
+    return tuple(sorted(nearest(layer_set, parallel), key=mean_matchness, reverse=True))
 
 
-def _needs_no_ops(layer_set: LayerSet, whole: Sequence[LayerSet], folder: Path) -> bool:
+def _needs_no_ops(layer_set: LayerSet, alternating: Sequence[LayerSet], folder: Path) -> bool:
     """Tell whether the set needs layers that lack attention or MLP, and the model's type can load such layers."""
-    if layer_set in whole or not takes_no_ops(folder):
+    if layer_set in alternating or not takes_no_ops(folder):
         return False
     try:
         return bool(pairs_of(layer_set, no_ops=True))
@@ -339,7 +346,7 @@ def _needs_no_ops(layer_set: LayerSet, whole: Sequence[LayerSet], folder: Path) 
 
 
 def speed_of(layer_set: LayerSet, acceptance: Acceptance, costs: CostProfile | None) -> Callable[[int, int], float]:
-    """Return a function from concurrent requests and draft length k to the speed relative to plain decoding.
+    """Return a function of concurrent requests and draft length k: the speed relative to plain decoding.
 
     A round of k draft tokens commits the measured number of tokens, or 1 + a + … + a^k on average for an estimated
     acceptance rate a. It costs k draft passes and one target pass over k + 1 rows per request. Without measured costs,
@@ -348,19 +355,20 @@ def speed_of(layer_set: LayerSet, acceptance: Acceptance, costs: CostProfile | N
     Args: layer_set: as the engine runs it, with formats only if the engine's weights have fewer bits.
     """
     known_costs = None if costs is None or costs.missing(layer_set) else costs
-    kept = [(kind, i) for i in range(layer_set.n_layers) for kind in KINDS if not layer_set.skips(kind, i)]
-    n_bits = sum(BITS.get(layer_set.format_of(*sub) or "", STORED_BITS) for sub in kept)
+    sub_layers = [(kind, i) for i in range(layer_set.n_layers) for kind in KINDS if not layer_set.skips(kind, i)]
+    n_bits = sum(BITS.get(layer_set.format_of(kind, i) or "", STORED_BITS) for kind, i in sub_layers)
     share = n_bits / (STORED_BITS * 2 * layer_set.n_layers)
 
     def speed(n_requests: int, k: int) -> float:
-        if isinstance(acceptance, OwnAcceptance):
+        if isinstance(acceptance, MeasuredAcceptance):
             tokens = acceptance.tokens_per_round(k)
         else:
             tokens = float(sum(acceptance**i for i in range(k + 1)))
         if known_costs is None:
             return tokens / (k * share + 1)
-        drafting = k * known_costs.draft_cost(layer_set, n_requests)
-        return tokens * known_costs.verify_cost(n_requests) / (drafting + known_costs.verify_cost(n_requests * (k + 1)))
+        draft_cost = k * known_costs.draft_cost(layer_set, n_requests)
+        round_cost = draft_cost + known_costs.verify_cost(n_requests * (k + 1))
+        return tokens * known_costs.verify_cost(n_requests) / round_cost
 
     return speed
 
@@ -370,10 +378,10 @@ def lengths_by_load(
 ) -> tuple[tuple[int, int, int], ...]:
     """Return the fastest draft length by load, as (fewest requests, most requests, draft tokens); see `speed_of`.
 
-    Without measured costs, one length is chosen for all loads.
+    Without measured costs, one length is chosen for all loads; without an acceptance, the default length.
     """
     if acceptance is None:
-        return ((1, LOADS[-1], GUESSED_LENGTH),)
+        return ((1, LOADS[-1], DEFAULT_LENGTH),)
     speed = speed_of(layer_set, acceptance, costs)
     by_load = costs is not None and not costs.missing(layer_set)
     lengths = {n: max(LENGTHS, key=lambda k: speed(n, k)) for n in (LOADS if by_load else LOADS[-1:])}

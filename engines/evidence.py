@@ -1,7 +1,7 @@
-"""Reads two runs of an engine's own benchmark, plain and with a plan, and derives the plan's verdict from them.
+"""Reads two runs of an engine's own benchmark, plain and with a plan, and derives the plan's verdict.
 
-It reads the results of `vllm bench serve --save-result --save-detailed`, and answers of llama.cpp's server, which carry
-`timings`, one JSON object per line.
+The benchmarks are results of `vllm bench serve --save-result --save-detailed`, or answers of llama.cpp's server with
+their `timings`, one JSON object per line.
 """
 
 from __future__ import annotations
@@ -22,33 +22,30 @@ from ..store import Store
 
 @dataclass(frozen=True, slots=True)
 class EngineRun:
-    """One benchmark: each request's tokens and seconds, prefill included, and its prompt's tokens where they are known.
+    """The requests of one benchmark."""
 
-    `drafted` and `accepted` are tokens of all requests together; None: the engine did not count them.
-    """
-
-    timed: tuple[Timed, ...]
-    prompt_tokens: tuple[int, ...] = ()
-    drafted: int | None = None
+    timed: tuple[Timed, ...]  # Tokens and seconds of each request, prefill included.
+    prompt_tokens: tuple[int, ...] = ()  # Length of each prompt; empty if unknown.
+    drafted: int | None = None  # Tokens of all requests; None: the engine did not count them.
     accepted: int | None = None
 
     @property
     def acceptance(self) -> float | None:
-        """Return accepted / drafted tokens; None where nothing was drafted."""
+        """Accepted / drafted tokens; None if nothing was drafted."""
         return (self.accepted or 0) / self.drafted if self.drafted else None
 
 
 def read_run(path: Path) -> EngineRun:
-    """Read an engine's benchmark.
+    """Read the file of an engine's benchmark.
 
-    Raises: FileNotFound: there is no such file. InvalidInput: it is none of the formats, or a request of it failed.
+    Raises: FileNotFound: there is no such file. InvalidInput: it has another format, or a request failed.
     """
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError as error:
         raise FileNotFound(f"there is no file {path}: check the path") from error
     except (OSError, UnicodeDecodeError) as error:
-        raise InvalidInput(f"{path} cannot be read ({error}): give an engine's benchmark as text") from error
+        raise InvalidInput(f"{path} cannot be read ({error}): give the file that the benchmark wrote") from error
     try:
         objects = _objects(text)
     except (ValueError, RecursionError) as error:
@@ -61,15 +58,20 @@ def read_run(path: Path) -> EngineRun:
     except InvalidInput:
         raise
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise InvalidInput(f"{path} lacks what a benchmark has ({error}): give the file as it was written") from error
+        raise InvalidInput(
+            f"{path} lacks a field of a benchmark, or one is wrong ({error}): give the file that the benchmark wrote"
+        ) from error
     raise InvalidInput(
-        f"{path} is no benchmark that is known: give the file of `vllm bench serve --save-result --save-detailed`, or"
+        f"{path} is not a known benchmark: give the file of `vllm bench serve --save-result --save-detailed`, or"
         " answers of llama.cpp's server, one per line"
     )
 
 
 def _checked(run: EngineRun, path: Path) -> EngineRun:
-    """Raises: InvalidInput: a request has a negative token count, or its time is not positive and finite."""
+    """Return the run.
+
+    Raises: InvalidInput: a request has a negative number of tokens, or its time is not positive and finite.
+    """
     for number, timed in enumerate(run.timed, start=1):
         if timed.tokens < 0 or not 0 < timed.seconds < inf:
             raise InvalidInput(
@@ -90,9 +92,9 @@ def _objects(text: str) -> list[Any]:
 def _of_vllm(values: Mapping[str, Any], path: Path) -> EngineRun:
     if "output_lens" not in values or "latencies" not in values:
         raise InvalidInput(f"{path} has totals only: run `vllm bench serve` with --save-detailed as well")
-    failed = [error for error in values.get("errors", ()) if error]
-    if failed:
-        raise InvalidInput(f"{path} has {len(failed)} requests that failed ({failed[0][:80]}): run it again")
+    errors = [error for error in values.get("errors", ()) if error]
+    if errors:
+        raise InvalidInput(f"{path} has {len(errors)} requests that failed ({errors[0][:80]}): run it again")
     timed = tuple(
         Timed(int(n), float(seconds)) for n, seconds in zip(values["output_lens"], values["latencies"], strict=True)
     )
@@ -106,46 +108,47 @@ def _of_llamacpp(timings: Sequence[Mapping[str, Any]]) -> EngineRun:
         Timed(int(timing["predicted_n"]), (float(timing["prompt_ms"]) + float(timing["predicted_ms"])) / 1000)
         for timing in timings
     )
-    drafting = [timing for timing in timings if "draft_n" in timing]
-    counts = [sum(int(timing[name]) for timing in drafting) for name in ("draft_n", "draft_n_accepted")]
-    # Prompt lengths stay empty: `prompt_n` excludes cached tokens, so it cannot identify a prompt.
-    return EngineRun(timed, (), *(counts if drafting else (None, None)))
+    with_drafts = [timing for timing in timings if "draft_n" in timing]
+    counts = [sum(int(timing[name]) for timing in with_drafts) for name in ("draft_n", "draft_n_accepted")]
+    # Prompt lengths stay unknown: `prompt_n` excludes cached tokens, so it differs between runs of the same prompt.
+    return EngineRun(timed, (), *(counts if with_drafts else (None, None)))
 
 
 def import_evidence(
     store: Store, model: str, task: str, plan: Plan, plain: Path, drafted: Path
 ) -> tuple[FoundPlan, Verdict, EngineRun]:
-    """Store a plan for an engine with the verdict of the engine's benchmark, plain and with the plan.
+    """Store a plan for an engine, with the verdict of its benchmark: the files `plain`, and `drafted` with the plan.
 
     If the verdict is not "use", plain decoding is stored instead, with the measured ratio.
 
-    Raises: as `read_run`; InvalidInput: the two are not of the same requests. StoreError: the model is not known.
+    Raises: as `read_run`. InvalidInput: the files have different requests. StoreError: the model is not known.
     """
-    base, drafted_run = read_run(plain), read_run(drafted)
-    if len(base.timed) != len(drafted_run.timed):
+    plain_run, drafted_run = read_run(plain), read_run(drafted)
+    if len(plain_run.timed) != len(drafted_run.timed):
         raise InvalidInput(
-            f"{plain} has {len(base.timed)} requests and {drafted} {len(drafted_run.timed)}:"
+            f"{plain} has {len(plain_run.timed)} requests and {drafted} {len(drafted_run.timed)}:"
             " run both on the same prompts"
         )
-    if base.prompt_tokens and drafted_run.prompt_tokens:
-        for number, (one, other) in enumerate(zip(base.prompt_tokens, drafted_run.prompt_tokens, strict=True), start=1):
-            if one != other:
+    if plain_run.prompt_tokens and drafted_run.prompt_tokens:
+        lengths = zip(plain_run.prompt_tokens, drafted_run.prompt_tokens, strict=True)
+        for number, (n_plain, n_drafted) in enumerate(lengths, start=1):
+            if n_plain != n_drafted:
                 raise InvalidInput(
-                    f"prompt {number} has {one} tokens in {plain} and {other} in {drafted}: run both on the same"
-                    " prompts, in the same order"
+                    f"prompt {number} has {n_plain} tokens in {plain} and {n_drafted} in {drafted}: run both on the"
+                    " same prompts, in the same order"
                 )
-    verdict = judge(drafted_run.timed, base.timed, None)
+    verdict = judge(drafted_run.timed, plain_run.timed, None)
     stored = store.add_plan(model, task, judged(plan, verdict, drafted_run.acceptance))
     return stored, verdict, drafted_run
 
 
 def judged(plan: Plan, verdict: Verdict, acceptance_rate: float | None = None) -> Plan:
-    """Return the plan to store for an engine: `plan` itself if the verdict is "use", else plain decoding.
+    """Return the plan to store for an engine: `plan` with its figures if the verdict is "use", else plain decoding.
 
-    Args: acceptance_rate: of its drafts in the runs of the verdict; None: the engine did not count them.
+    Args: acceptance_rate: acceptance rate in the verdict's runs; None: the engine did not count drafts.
     """
     plan = replace(plan, verdict=verdict.word, measured_speedup=verdict.ratio, measured_interval=verdict.interval)
     if verdict.word == "use":
         return replace(plan, acceptance_rate=acceptance_rate)
-    kept = {name: value for name, value in plan.settings.items() if name == "engine_version"}
-    return replace(plan, method="plain", layer_set=None, draft_model=None, settings=kept)
+    version = {name: value for name, value in plan.settings.items() if name == "engine_version"}
+    return replace(plan, method="plain", layer_set=None, draft_model=None, settings=version)

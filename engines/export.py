@@ -1,4 +1,4 @@
-"""Exports a stored plan as another engine's files: the draft's checkpoint, the engine's settings, and a README.
+"""Exports a stored plan as another engine's files: a draft checkpoint, the engine's settings, and a README.
 
 ENGINES lists the engines. The README has the commands and the measured figures. The folder gets its final name when it
 is complete. Module `drafts` chooses what the engine drafts with.
@@ -33,7 +33,7 @@ from ..models.sources import local_folder, resolve
 from ..store import Store
 from .drafts import LOADS, MEASURED, EngineDraft, ExportEngine, Kind, Speculation, planned_draft, with_checkpoint
 
-SHARED = "layer_set.json"  # File of the plan's own layer set, which swiftopt.custom_generate loads.
+SHARED = "layer_set.json"  # File with the plan's layer set, which swiftopt.custom_generate loads.
 PROPOSER = "swiftopt.engines.vllm_drafts.TextProposer"  # Class that drafts from earlier text inside vLLM.
 NGRAM_TOKENS = 3  # Length of the n-gram looked up in earlier text, in tokens.
 
@@ -52,20 +52,23 @@ class Exported:
 # --- the engines
 
 
-def _lines(language: Literal["python", "bash"], text: str, when: str = "") -> str:
-    """Return commands as a Markdown code block; `when` introduces it if there are several ways to run the engine."""
-    return (f"{when}:\n\n" if when else "") + f"```{language}\n{text}\n```\n"
+def _code_block(language: Literal["python", "bash"], code: str, when: str = "") -> str:
+    """Return code as a Markdown block; `when` introduces it if there are several ways to run the engine."""
+    return (f"{when}:\n\n" if when else "") + f"```{language}\n{code}\n```\n"
 
 
-def _transformers_settings(by: Speculation) -> dict[str, Any]:
-    if by.kind == "text":
-        return {"prompt_lookup_num_tokens": by.n_tokens, "max_matching_ngram_size": NGRAM_TOKENS}
-    # Always set the confidence: if it is missing, transformers ends drafts at its own default threshold.
-    values = {"num_assistant_tokens": by.n_tokens, "num_assistant_tokens_schedule": "constant"}
-    return {**values, "assistant_confidence_threshold": by.confidence}
+def _transformers_settings(speculation: Speculation) -> dict[str, Any]:
+    if speculation.kind == "text":
+        return {"prompt_lookup_num_tokens": speculation.n_tokens, "max_matching_ngram_size": NGRAM_TOKENS}
+    return {
+        "num_assistant_tokens": speculation.n_tokens,
+        "num_assistant_tokens_schedule": "constant",
+        # Always set: without it, transformers ends drafts at its own default threshold.
+        "assistant_confidence_threshold": speculation.confidence,
+    }
 
 
-def _transformers_lines(draft: EngineDraft) -> list[str]:
+def _transformers_commands(draft: EngineDraft) -> list[str]:
     loading = (
         "from transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
         f"tokenizer = AutoTokenizer.from_pretrained({draft.target!r})\n"
@@ -73,133 +76,137 @@ def _transformers_lines(draft: EngineDraft) -> list[str]:
     )
     decoding = (
         'inputs = tokenizer("def fibonacci(n):", return_tensors="pt")\n'
-        "ids = target.generate(**inputs, {given}, do_sample=False, max_new_tokens=128)\n"
+        "ids = target.generate(**inputs, {arguments}, do_sample=False, max_new_tokens=128)\n"
         "print(tokenizer.decode(ids[0]))"
     )
-    values = _transformers_settings(draft)
+    settings = _transformers_settings(draft)
     if draft.kind == "text":
-        given = ", ".join(f"{name}={value!r}" for name, value in values.items())
-        return [_lines("python", loading + decoding.format(given=given))]
-    lines = []
+        arguments = ", ".join(f"{name}={value!r}" for name, value in settings.items())
+        return [_code_block("python", loading + decoding.format(arguments=arguments))]
+    blocks = []
     if draft.shared is not None:
-        given = f"custom_generate=swiftopt.custom_generate, layer_set={SHARED!r}"
-        code = "import swiftopt\n" + loading + decoding.format(given=given)
+        arguments = f"custom_generate=swiftopt.custom_generate, layer_set={SHARED!r}"
+        code = "import swiftopt\n" + loading + decoding.format(arguments=arguments)
         when = (
-            "With swiftopt next to transformers (`pip install swiftopt`): drafts read the target's keys and values, as"
-            " they did when the plan was tuned, one sequence at a time; take this where you can"
+            "With swiftopt next to transformers (`pip install swiftopt`; recommended): drafts read the target's keys"
+            " and values, as they did when the plan was tuned, one sequence at a time"
         )
-        lines.append(_lines("python", code, when))
+        blocks.append(_code_block("python", code, when))
     if draft.layer_set is not None:
         loading += 'draft = AutoModelForCausalLM.from_pretrained("draft", dtype="auto")\n'
-        loading += "".join(f"draft.generation_config.{name} = {value!r}\n" for name, value in values.items())
-        code = loading + decoding.format(given="assistant_model=draft")
+        loading += "".join(f"draft.generation_config.{name} = {value!r}\n" for name, value in settings.items())
+        code = loading + decoding.format(arguments="assistant_model=draft")
         when = "With transformers alone: the draft has its own keys and values, and fewer of its tokens are accepted"
-        lines.append(_lines("python", code, when))
-    return lines
+        blocks.append(_code_block("python", code, when))
+    return blocks
 
 
-def _llamacpp_settings(by: Speculation) -> dict[str, Any]:
-    if by.kind == "text":
-        sizes = {"spec-ngram-simple-size-n": NGRAM_TOKENS, "spec-ngram-simple-size-m": by.n_tokens}
+def _llamacpp_settings(speculation: Speculation) -> dict[str, Any]:
+    n_tokens, confidence = speculation.n_tokens, speculation.confidence
+    if speculation.kind == "text":
+        sizes = {"spec-ngram-simple-size-n": NGRAM_TOKENS, "spec-ngram-simple-size-m": n_tokens}
         return {"spec-type": "ngram-simple", **sizes}
-    least = {} if by.confidence is None else {"spec-draft-p-min": by.confidence}
-    return {"model-draft": "draft.gguf", "spec-type": "draft-simple", "spec-draft-n-max": by.n_tokens, **least}
+    threshold = {} if confidence is None else {"spec-draft-p-min": confidence}
+    return {"model-draft": "draft.gguf", "spec-type": "draft-simple", "spec-draft-n-max": n_tokens, **threshold}
 
 
-def _llamacpp_lines(draft: EngineDraft) -> list[str]:
+def _llamacpp_commands(draft: EngineDraft) -> list[str]:
     options = {"md" if name == "model-draft" else name: value for name, value in _llamacpp_settings(draft).items()}
     target = draft.target if draft.target.endswith(".gguf") else "TARGET.gguf"
-    return [_lines("bash", f"llama-server -m {quote(target)} {_flags(options)}")]
+    return [_code_block("bash", f"llama-server -m {quote(target)} {_flags(options)}")]
 
 
 def _flags(options: Mapping[str, Any]) -> str:
     return " ".join(f"{'-' if name == 'md' else '--'}{name} {value}" for name, value in options.items())
 
 
-def _vllm_settings(by: Speculation) -> dict[str, Any]:
-    n_tokens = {"num_speculative_tokens": by.n_tokens}
-    if by.own_text:
+def _vllm_settings(speculation: Speculation) -> dict[str, Any]:
+    n_tokens = {"num_speculative_tokens": speculation.n_tokens}
+    if speculation.own_text:
         return {"method": "custom_class", "model": PROPOSER, **n_tokens}
-    if by.kind == "text":
+    if speculation.kind == "text":
         return {"method": "ngram", **n_tokens, "prompt_lookup_min": 1, "prompt_lookup_max": NGRAM_TOKENS}
-    lengths = {"num_speculative_tokens_per_batch_size": [list(pair) for pair in by.lengths]} if by.lengths else {}
+    by_load = [list(length) for length in speculation.lengths]
+    lengths = {"num_speculative_tokens_per_batch_size": by_load} if by_load else {}
     return {"method": "draft_model", "model": "draft", **n_tokens, **lengths}
 
 
-def _vllm_lines(draft: EngineDraft) -> list[str]:
+def _vllm_commands(draft: EngineDraft) -> list[str]:
     trust = "--trust-remote-code " if draft.no_ops else ""
-    line = f'vllm serve {quote(draft.target)} {trust}--speculative-config "$(cat speculative_config.json)"'
+    command = f'vllm serve {quote(draft.target)} {trust}--speculative-config "$(cat speculative_config.json)"'
     if draft.kind != "text":
-        return [_lines("bash", line)]
-    proposing = json.dumps(_vllm_settings(replace(draft, own_text=True)))
-    command_line = f"vllm serve {quote(draft.target)} --speculative-config '{proposing}'"
-    when = (
-        "With swiftopt in vLLM's environment (`pip install --no-deps swiftopt pydantic`): its own drafts from text, as"
-        " long as they are worth their time"
+        return [_code_block("bash", command)]
+    config = json.dumps(_vllm_settings(replace(draft, own_text=True)))
+    with_swiftopt = _code_block(
+        "bash",
+        f"vllm serve {quote(draft.target)} --speculative-config '{config}'",
+        "With swiftopt in vLLM's environment (`pip install --no-deps swiftopt pydantic`): its drafts from earlier text,"
+        " as long as they are worth their time",
     )
-    ways = [_lines("bash", command_line, when)]
-    return ways if draft.own_text else [*ways, _lines("bash", line, "With vLLM alone: its n-grams")]
+    if draft.own_text:
+        return [with_swiftopt]
+    return [with_swiftopt, _code_block("bash", command, "With vLLM alone: its n-grams")]
 
 
-def _openvino_settings(by: Speculation) -> dict[str, Any]:
-    if by.kind == "text":
-        return {"num_assistant_tokens": by.n_tokens, "max_ngram_size": NGRAM_TOKENS}
-    if by.confidence:  # OpenVINO accepts a draft length or a confidence threshold, not both.
-        return {"assistant_confidence_threshold": by.confidence}
-    return {"num_assistant_tokens": by.n_tokens}
+def _openvino_settings(speculation: Speculation) -> dict[str, Any]:
+    if speculation.kind == "text":
+        return {"num_assistant_tokens": speculation.n_tokens, "max_ngram_size": NGRAM_TOKENS}
+    if speculation.confidence:  # OpenVINO accepts a draft length or a confidence threshold, not both.
+        return {"assistant_confidence_threshold": speculation.confidence}
+    return {"num_assistant_tokens": speculation.n_tokens}
 
 
-def _openvino_lines(draft: EngineDraft) -> list[str]:
+def _openvino_commands(draft: EngineDraft) -> list[str]:
     target, with_draft = draft.target, draft.kind == "draft"
     once = ""
     if not target.endswith(".gguf"):
         once, target = f"# Once: optimum-cli export openvino -m {quote(target)} target\n", "target"
-    made = """
-if not Path("draft/openvino_model.xml").is_file():  # once: it writes its own form into the folder of the file
+    conversion = """
+if not Path("draft/openvino_model.xml").is_file():  # Once: OpenVINO writes its own format next to the GGUF file.
     Path("draft").mkdir(exist_ok=True)
     Path("draft/draft.gguf").symlink_to(Path("draft.gguf").resolve())
     genai.LLMPipeline("draft/draft.gguf", "CPU", enable_save_ov_model=True)
 """
-    text = (
+    code = (
         once
         + ("from pathlib import Path\n\n" if with_draft else "")
         + "import openvino_genai as genai\n"
-        + (made if with_draft else "\n")
+        + (conversion if with_draft else "\n")
         + f"pipeline = genai.LLMPipeline({target!r}, "
         + ('"CPU", draft_model=genai.draft_model("draft", "CPU"))\n' if with_draft else '"CPU", prompt_lookup=True)\n')
         + "config = genai.GenerationConfig()\nconfig.max_new_tokens = 128\n"
         + "".join(f"config.{name} = {value}\n" for name, value in _openvino_settings(draft).items())
         + 'print(pipeline.generate("def fibonacci(n):", config))'
     )
-    return [_lines("python", text)]
+    return [_code_block("python", code)]
 
 
-def _sglang_settings(by: Speculation) -> dict[str, Any]:
-    if by.kind == "text":
-        return {"speculative-algorithm": "NGRAM", "speculative-num-draft-tokens": by.n_tokens}
+def _sglang_settings(speculation: Speculation) -> dict[str, Any]:
+    if speculation.kind == "text":
+        return {"speculative-algorithm": "NGRAM", "speculative-num-draft-tokens": speculation.n_tokens}
     return {
         "speculative-algorithm": "STANDALONE",
         "speculative-draft-model-path": "draft",
-        "speculative-num-steps": by.n_tokens,
+        "speculative-num-steps": speculation.n_tokens,
         "speculative-eagle-topk": 1,
-        "speculative-num-draft-tokens": by.n_tokens + 1,
+        "speculative-num-draft-tokens": speculation.n_tokens + 1,
     }
 
 
-def _sglang_lines(draft: EngineDraft) -> list[str]:
-    line = f"python -m sglang.launch_server --model-path {quote(draft.target)} {_flags(_sglang_settings(draft))}"
-    return [_lines("bash", line)]
+def _sglang_commands(draft: EngineDraft) -> list[str]:
+    command = f"python -m sglang.launch_server --model-path {quote(draft.target)} {_flags(_sglang_settings(draft))}"
+    return [_code_block("bash", command)]
 
 
-def _tensorrt_settings(by: Speculation) -> dict[str, Any]:
-    kind = {"decoding_type": "NGram" if by.kind == "text" else "DraftTarget"}
-    draft = {} if by.kind == "text" else {"speculative_model": "draft"}
-    return {"speculative_config": {**kind, "max_draft_len": by.n_tokens, **draft}}
+def _tensorrt_settings(speculation: Speculation) -> dict[str, Any]:
+    is_text = speculation.kind == "text"
+    config = {"decoding_type": "NGram" if is_text else "DraftTarget", "max_draft_len": speculation.n_tokens}
+    return {"speculative_config": config if is_text else {**config, "speculative_model": "draft"}}
 
 
-def _tensorrt_lines(draft: EngineDraft) -> list[str]:
-    line = f"trtllm-serve {quote(draft.target)} --extra_llm_api_options settings.json  # JSON is YAML, too"
-    return [_lines("bash", line)]
+def _tensorrt_commands(draft: EngineDraft) -> list[str]:
+    command = f"trtllm-serve {quote(draft.target)} --extra_llm_api_options settings.json  # JSON is valid YAML."
+    return [_code_block("bash", command)]
 
 
 ENGINES: Mapping[str, ExportEngine] = {
@@ -207,18 +214,18 @@ ENGINES: Mapping[str, ExportEngine] = {
         "transformers",
         "settings.json",
         _transformers_settings,
-        _transformers_lines,
+        _transformers_commands,
         shares=True,
-        run_here=True,
+        is_tested=True,
         confidence=0.4,  # transformers' default threshold.
     ),
-    "llamacpp": ExportEngine("llama.cpp", "settings.json", _llamacpp_settings, _llamacpp_lines, "gguf"),
+    "llamacpp": ExportEngine("llama.cpp", "settings.json", _llamacpp_settings, _llamacpp_commands, "gguf"),
     "vllm": ExportEngine(
-        "vLLM", "speculative_config.json", _vllm_settings, _vllm_lines, "compressed-tensors", no_ops=True
+        "vLLM", "speculative_config.json", _vllm_settings, _vllm_commands, "compressed-tensors", no_ops=True
     ),
-    "openvino": ExportEngine("OpenVINO GenAI", "settings.json", _openvino_settings, _openvino_lines, "gguf"),
-    "sglang": ExportEngine("SGLang", "settings.json", _sglang_settings, _sglang_lines, "compressed-tensors"),
-    "tensorrt-llm": ExportEngine("TensorRT-LLM", "settings.json", _tensorrt_settings, _tensorrt_lines),
+    "openvino": ExportEngine("OpenVINO GenAI", "settings.json", _openvino_settings, _openvino_commands, "gguf"),
+    "sglang": ExportEngine("SGLang", "settings.json", _sglang_settings, _sglang_commands, "compressed-tensors"),
+    "tensorrt-llm": ExportEngine("TensorRT-LLM", "settings.json", _tensorrt_settings, _tensorrt_commands),
 }
 
 
@@ -236,24 +243,25 @@ def export(
 ) -> Exported:
     """Write a plan as an engine's files into a new folder, which is removed on failure.
 
-    Args:   model: the target's name, as for `load`. engine: one of ENGINES. store: its trials choose among equally near
-            sets, its measured costs choose draft lengths; None: do without them. prompts: if the draft is a checkpoint,
-            its acceptance is measured on these and decides on set and lengths.
-    Raises: InvalidInput: the folder exists, or the engine has no way to draft as the plan does. LayerSetError: the set
-            belongs to another model. UnsupportedModel: no draft can be built from the model's layers. ModelNotFound:
-            the model cannot be read. OutputError: the folder cannot be written.
+    Args:   model: the target's name, as for `load`. engine: one of ENGINES. store: has the search's trials, which
+            choose among equally near sets, and measured costs, which choose draft lengths; None: neither is used.
+            prompts: if the draft is a checkpoint, its acceptance on these chooses the set and the draft lengths.
+    Raises: InvalidInput: the folder exists, or the engine cannot draft as the plan does. LayerSetError: the set belongs
+            to another model. UnsupportedModel: no draft can be built from the model's layers. ModelNotFound: the model
+            cannot be read. OutputError: the folder cannot be written.
     """
     if engine not in ENGINES:
         raise InvalidInput(f"there is no engine {engine!r}: export to one of {', '.join(ENGINES)}")
+    row = ENGINES[engine]
     refuse_existing(out)
     source = resolve(model)
     folder = local_folder(source, on_step)
-    reads_it = source.kind in ("folder", "hub") or (source.kind == "gguf" and ENGINES[engine].writes == "gguf")
-    target = source.location if reads_it else str(folder)
-    given, n_tokens = _of_engine(found, engine)
-    draft = planned_draft(given, Path(model).name, target, folder, ENGINES[engine])
+    loads_source = source.kind in ("folder", "hub") or (source.kind == "gguf" and row.checkpoint_format == "gguf")
+    target = source.location if loads_source else str(folder)
+    swiftopt_plan, n_tokens = _swiftopt_plan(found, engine)
+    draft = planned_draft(swiftopt_plan, Path(model).name, target, folder, row)
     if draft.layer_set is not None:
-        draft = with_checkpoint(draft, folder, ENGINES[engine], store, prompts, on_step)
+        draft = with_checkpoint(draft, folder, row, store, prompts, on_step)
     if n_tokens is not None:
         own_text = found.plan.settings.get("drafts") == "own-text"
         lengths = ((1, LOADS[-1], n_tokens),)
@@ -273,10 +281,10 @@ def export(
     return Exported(draft.kind, draft.n_tokens, draft.layer_set, files, remarks)
 
 
-def _of_engine(found: FoundPlan, engine: str) -> tuple[FoundPlan, int | None]:
-    """Convert a plan tuned in the engine to a similar plan of swiftopt, and return it with its draft length.
+def _swiftopt_plan(found: FoundPlan, engine: str) -> tuple[FoundPlan, int | None]:
+    """Return the plan of swiftopt that is nearest to a plan tuned in the engine, and the draft length of that plan.
 
-    Plans of swiftopt itself are returned unchanged, with None.
+    A plan tuned in swiftopt is returned unchanged, with None.
 
     Raises: InvalidInput: the plan is for another engine, or its draft cannot be written.
     """
@@ -285,19 +293,19 @@ def _of_engine(found: FoundPlan, engine: str) -> tuple[FoundPlan, int | None]:
         return found, None
     if plan.engine != engine:
         raise InvalidInput(
-            f"version {found.version} is for {plan.engine}: export it --to {plan.engine}, or another one"
+            f"version {found.version} is for {plan.engine}: export it --to {plan.engine}, or export another version"
         )
     drafts = plan.settings.get("drafts")
     if drafts == "shared":
         return replace(found, plan=replace(plan, engine=None)), None
     text: tuple[str, dict[str, Any]] = ("prompt-lookup", {})
-    alike = {"text": text, "own-text": text, "bits": ("adaptive", {"draft_format": "int4"}), "layers": ("swift", {})}
-    if drafts not in alike:
+    nearest = {"text": text, "own-text": text, "bits": ("adaptive", {"draft_format": "int4"}), "layers": ("swift", {})}
+    if drafts not in nearest:
         what = f"drafts with {plan.draft_model}" if plan.draft_model else f"decodes with {plan.method}"
-        raise InvalidInput(f"version {found.version} {what}, of which there is nothing to write: see its settings")
-    method, settings = alike[drafts]
-    same = replace(plan, method=method, settings=settings, engine=None)
-    return replace(found, plan=same), int(plan.settings["draft_tokens"])
+        raise InvalidInput(f"version {found.version} {what}, which needs no files: see its settings")
+    method, settings = nearest[drafts]
+    plan_of_swiftopt = replace(plan, method=method, settings=settings, engine=None)
+    return replace(found, plan=plan_of_swiftopt), int(plan.settings["draft_tokens"])
 
 
 def _write(draft: EngineDraft, engine: str, folder: Path, out: Path, on_step: OnStep) -> tuple[str, ...]:
@@ -305,16 +313,16 @@ def _write(draft: EngineDraft, engine: str, folder: Path, out: Path, on_step: On
     row = ENGINES[engine]
     remarks: list[str] = []
     if draft.lengths and not any(k for _, _, k in draft.lengths):
-        remarks.append("by the costs measured in swiftopt this draft is not worth its time: compare it with no draft")
+        remarks.append("with the costs measured in swiftopt, plain decoding is faster than this draft: compare both")
     if draft.layer_set is not None:
         remarks += _write_checkpoint(draft, draft.layer_set, engine, folder, out, on_step)
     elif draft.kind == "draft":
         remarks.append(f"there is no checkpoint for {row.title} alone: {SHARED} is for swiftopt inside it")
     settings = {} if draft.kind == "draft" and draft.layer_set is None else row.settings(draft)
-    objects = {row.settings_file: settings, EXPORT_SUMMARY: summary(draft, engine, settings)}
+    contents = {row.settings_file: settings, EXPORT_SUMMARY: summary(draft, engine, settings)}
     if draft.shared is not None:
-        objects[SHARED] = draft.shared.to_json()
-    for name, value in objects.items():
+        contents[SHARED] = draft.shared.to_json()
+    for name, value in contents.items():
         (out / name).write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
     (out / "README.md").write_text(readme(draft, engine, remarks), encoding="utf-8")
     return tuple(remarks)
@@ -328,40 +336,48 @@ def _write_checkpoint(
     row, checkpoint = ENGINES[engine], out / "draft"
     checkpoint.mkdir()
     pairs = pairs_of(layer_set, is_parallel(supported_config(folder)), draft.no_ops)
-    form = write_restacked(folder, pairs, checkpoint, layer_set if row.writes == "compressed-tensors" else None)
-    differs = "the plan's set does not alternate attention and MLP:"
+    formats_set = layer_set if row.checkpoint_format == "compressed-tensors" else None
+    written_format = write_restacked(folder, pairs, checkpoint, formats_set)
+    reason = "the plan's set does not alternate attention and MLP:"
     remarks = []
     if draft.no_ops:
         remarks.append(
-            f"{differs} some of the draft's layers lack one half, which {row.title} loads with --trust-remote-code: it"
-            f" lets draft/{NO_OPS_CODE.name} run, a config of ours"
+            f"{reason} some of the draft's layers lack one of them, which {row.title} loads with --trust-remote-code;"
+            f" this runs swiftopt's config, draft/{NO_OPS_CODE.name}"
         )
     if draft.n_changed:
-        remarks.append(f"{differs} the draft is of the nearest one that does, {draft.n_changed} sub-layers off")
-    if row.writes == "gguf":
+        remarks.append(f"{reason} the draft is the nearest set that does, with {draft.n_changed} sub-layers changed")
+    if row.checkpoint_format == "gguf":
         on_step("writing the draft as GGUF")
-        whole = "F16" if engine == "openvino" else stored_type(checkpoint)  # OpenVINO cannot read GGUF files in BF16.
-        write_gguf(checkpoint, out / "draft.gguf", gguf_type(layer_set) or whole)
+        unrounded = "F16" if engine == "openvino" else stored_type(checkpoint)  # OpenVINO cannot read BF16 GGUF files.
+        write_gguf(checkpoint, out / "draft.gguf", gguf_type(layer_set) or unrounded)
         shutil.rmtree(checkpoint)
-    elif form is not None:
-        remarks.append(f"the draft's linear maps are rounded to {form} (compressed-tensors), the rest is as stored")
+    elif written_format is not None:
+        remarks.append(
+            f"the draft's linear maps are rounded to {written_format} (compressed-tensors); its other weights are the"
+            " model's"
+        )
     elif layer_set.formats:
-        remarks.append("the plan's draft has fewer bits in swiftopt: here it has the model's own weights")
+        remarks.append("in swiftopt, the plan's draft has fewer bits; here it has the model's own weights")
     if layer_set.experts:
-        remarks.append("the plan's draft takes fewer experts in swiftopt: here it takes as many as the model")
+        remarks.append("in swiftopt, the plan's draft runs fewer experts; here it runs as many as the model")
     return remarks
 
 
 def gguf_type(layer_set: LayerSet) -> str | None:
     """Return the GGUF type nearest to the most common format of the draft's MLPs; None: the stored type."""
-    names = [layer_set.format_of("mlp", layer) for layer in range(layer_set.n_layers)]
-    name = max(set(names), key=names.count)
-    return None if name is None else f"Q{BITS[name]}_0"
+    formats = [layer_set.format_of("mlp", layer) for layer in range(layer_set.n_layers)]
+    most_common = max(set(formats), key=formats.count)
+    return None if most_common is None else f"Q{BITS[most_common]}_0"
 
 
 def summary(draft: EngineDraft, engine: str, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the summary file that programs read for any engine; `draft` and `layer_set` are paths in the folder."""
-    path = None if draft.layer_set is None else "draft.gguf" if ENGINES[engine].writes == "gguf" else "draft"
+    """Return the content of the summary file, which has the same fields for every engine.
+
+    Its `draft` and `layer_set` are paths in the folder.
+    """
+    is_gguf = ENGINES[engine].checkpoint_format == "gguf"
+    path = None if draft.layer_set is None else "draft.gguf" if is_gguf else "draft"
     return {
         "schema": EXPORT_SCHEMA,
         "engine": engine,
@@ -384,15 +400,15 @@ Written by `swiftopt export` from version {draft.found.version} of a stored plan
 {remarks}
 ## Run it
 
-In this folder; {row.settings_file} holds the same settings.
+Run this in the folder of this file; {row.settings_file} has the same settings.
 
-{lines}
+{commands}
 ## What to expect
 
 - Draft tokens per round: {draft.n_tokens}.{guess}
 - Measured in swiftopt: {measured}. There a draft reads the target's keys and values; a draft checkpoint has its own.
-{acceptance}- The output is the target's own: every drafted token is checked by the target. Passes over several rows \
-may round otherwise than plain decoding, so that near ties can fall the other way.
+{acceptance}- The output is the target's own, because the target verifies every drafted token. Passes over several \
+rows may round differently from plain decoding, so the choice between nearly equal probabilities can differ.
 - {proof}
 """
 
@@ -402,33 +418,33 @@ def readme(draft: EngineDraft, engine: str, remarks: Sequence[str] = ()) -> str:
     row = ENGINES[engine]
     acceptance = ""
     if draft.acceptance is not None:
-        hint = "" if draft.acceptance_from == MEASURED else " It is too high: export with --stream to have it measured."
+        hint = "" if draft.acceptance_from == MEASURED else " This estimate is too high: use --stream to measure it."
         acceptance = f"- Acceptance as a checkpoint: {draft.acceptance:.2f}, {draft.acceptance_from}.{hint}\n"
     return README.format(
         draft=draft,
         row=row,
         what=_what_drafts(draft),
         remarks="".join(f"\nNote: {remark}.\n" for remark in remarks),
-        lines="\n".join(row.lines(draft)),
-        guess="" if acceptance or draft.kind == "text" else " A guess: no acceptance was measured.",
+        commands="\n".join(row.commands(draft)),
+        guess="" if acceptance or draft.kind == "text" else " This is a default: no acceptance was measured.",
         measured=_measured(draft.found),
         acceptance=acceptance,
-        proof="Loading these files there is one of swiftopt's tests; their speed there was not measured."
-        if row.run_here
+        proof=f"swiftopt's tests load such files in {row.title}; the speed of these there was not measured."
+        if row.is_tested
         else f"Not run: these files were not loaded in {row.title} when they were written.",
     )
 
 
 def _what_drafts(draft: EngineDraft) -> str:
     if draft.kind == "draft" and draft.layer_set is None:
-        return "The draft is the model itself in fewer bits or without some sub-layers, made when it is first used."
+        return "The draft is the model itself with fewer bits or without some sub-layers, made when it is first used."
     if draft.layer_set is None:
         return "Drafts come from earlier text, by the engine's own n-grams: no checkpoint is needed."
     if draft.no_ops:
         return f"The draft is the model without {draft.layer_set.n_skipped} of its attentions and MLPs."
-    left = draft.layer_set.n_layers - len(draft.layer_set.skip_attn)
+    n_kept = draft.layer_set.n_layers - len(draft.layer_set.skip_attn)
     return (
-        f"The draft is the model with {left} of its {draft.layer_set.n_layers} layers, put together from the sub-layers"
+        f"The draft is the model with {n_kept} of its {draft.layer_set.n_layers} layers, composed of the sub-layers"
         " that the plan keeps."
     )
 
@@ -436,10 +452,13 @@ def _what_drafts(draft: EngineDraft) -> str:
 def _measured(found: FoundPlan) -> str:
     """Describe what swiftopt measured for the plan, and on which device."""
     plan, record = found.plan, found.plan.layer_set
-    figures = {"acceptance": record and record.acceptance_rate, "matchness": record and record.matchness}
-    figures["speed-up"] = plan.measured_speedup
-    figures_known = ", ".join(f"{name} {value:.2f}" for name, value in figures.items() if value is not None)
-    if not figures_known:
+    figures = {
+        "acceptance": record and record.acceptance_rate,
+        "matchness": record and record.matchness,
+        "speed-up": plan.measured_speedup,
+    }
+    words = ", ".join(f"{name} {value:.2f}" for name, value in figures.items() if value is not None)
+    if not words:
         return "nothing"
-    where = ", ".join(filter(None, (plan.device or (record.device if record else None), plan.dtype)))
-    return f"{figures_known} on {where}, verdict {plan.verdict}"
+    place = ", ".join(filter(None, (plan.device or (record.device if record else None), plan.dtype)))
+    return f"{words} on {place}, verdict {plan.verdict}"

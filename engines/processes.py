@@ -1,4 +1,4 @@
-"""Processes of engines, which take turns: one computes while the others are stopped."""
+"""Runs engines in processes that take turns: one computes while the others are stopped."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Memory(NamedTuple):
 class Child:
     """An engine's process, which answers JSON lines; it is stopped between turns, so that it uses no CPU time.
 
-    The process leads a separate process group. On Linux the kernel kills it when this process is gone.
+    It leads its own process group. On Linux the kernel kills it when this process ends.
 
     Raises: EngineFailed: the process cannot be started, or its log cannot be written.
     """
@@ -61,11 +61,14 @@ class Child:
         self._reader.start()
 
     def wait_until_ready(self, timeout_s: float) -> None:
-        """Raises: EngineFailed: the engine could not load, or took too long."""
+        """Wait until the engine is loaded.
+
+        Raises: EngineFailed: it could not load, or took too long.
+        """
         self._answer(timeout_s, "to load")
 
     def ask(self, question: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
-        """Send one question and return the answer; the process runs only during this call.
+        """Send a question and return the answer; the process runs during this call only.
 
         Raises: EngineFailed: the process reported an error, ended, or took too long.
         """
@@ -75,7 +78,7 @@ class Child:
             self._process.stdin.write(json.dumps(question) + "\n")
             self._process.stdin.flush()
         except OSError as error:
-            raise EngineFailed(self._end_sentence()) from error
+            raise EngineFailed(self._end_reason()) from error
         return self._answer(timeout_s, "for an answer")
 
     def memory(self) -> Memory:
@@ -99,14 +102,14 @@ class Child:
             self._process.wait()
         self._reader.join()
 
-    def _answer(self, timeout_s: float, what: str) -> dict[str, Any]:
+    def _answer(self, timeout_s: float, purpose: str) -> dict[str, Any]:
         try:
             line = self._lines.get(timeout=timeout_s)
         except queue.Empty:
-            raise EngineFailed(f"it took more than {timeout_s:.0f} s {what}: see {self.log}") from None
+            raise EngineFailed(f"it took more than {timeout_s:.0f} s {purpose}: see {self.log}") from None
         self._signal(signal.SIGSTOP)
         if not line:
-            raise EngineFailed(self._end_sentence())
+            raise EngineFailed(self._end_reason())
         answer: dict[str, Any] = json.loads(line)
         if "error" in answer:
             raise EngineFailed(f"{answer['error']}: see {self.log}")
@@ -119,13 +122,13 @@ class Child:
                 self._lines.put(line)
         self._lines.put("")
 
-    def _end_sentence(self) -> str:
+    def _end_reason(self) -> str:
         self._signal(signal.SIGCONT)
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(END_S)
         code = self._process.poll()
-        how = f"by signal {signal.Signals(-code).name}" if code is not None and code < 0 else f"with code {code}"
-        return f"its process ended {how}: see {self.log}"
+        cause = f"by signal {signal.Signals(-code).name}" if code is not None and code < 0 else f"with code {code}"
+        return f"its process ended {cause}: see {self.log}"
 
     def _signal(self, number: signal.Signals) -> None:
         with suppress(ProcessLookupError, PermissionError):
@@ -133,10 +136,13 @@ class Child:
 
 
 def refuse_other_lengths(answers: Sequence[Mapping[str, Any]], n_tokens: int) -> None:
-    """Raises: EngineFailed: an answer of `at_once` has another number of tokens than its request asks for."""
+    """Check that each answer of `at_once` has the number of tokens that its request asks for.
+
+    Raises: EngineFailed: one has another number.
+    """
     for answer in answers:
-        if (n_answered := len(answer["token_ids"])) != n_tokens:
-            raise EngineFailed(f"it gave {n_answered} tokens for a request that asks for {n_tokens}")
+        if (n_received := len(answer["token_ids"])) != n_tokens:
+            raise EngineFailed(f"it gave {n_received} tokens for a request that asks for {n_tokens}")
 
 
 def memory_of(pid: int) -> Memory:

@@ -2,17 +2,18 @@
 
     python -P program.py <program> '<options as JSON>'
 
-It runs in the engine's own environment, so only the programs that decode with swiftopt import it. A program is one of
-PROGRAMS, or the name of a Python file with a function `load`, which maps the options to a function from an input line
-to its answer. A line in: {"prompt_ids": [...], "max_new_tokens": 128, "task": "code"}. Lines
-out: {"ready": true} once, then for each line {"token_ids": [...], "seconds": s, "prefill_s": s}, where the seconds
-until the first token may be null; or {"error": "..."}, after which the process ends. Whatever a library prints goes to
-standard error.
+It runs in the engine's own environment, so only programs that decode with swiftopt import swiftopt. A program is one of
+PROGRAMS, or the name of a Python file with a function `load`, which takes the options and returns a function from an
+input line to its answer.
+
+Input line: {"prompt_ids": [...], "max_new_tokens": 128, "task": "code"}. Output lines: {"ready": true} once, then for
+each input line {"token_ids": [...], "seconds": s, "prefill_s": s}, where the seconds until the first token may be null;
+or {"error": "..."}, after which the process ends. What libraries print goes to standard error.
 
 Options of all programs: `model`, `dtype`, `threads`, `n_ctx`, `device` ("cpu", or "cuda" for the only visible GPU).
-Drafts come from `draft` (a file or folder) or `ngram` (true), with `settings` by the engine's own names; programs whose
-engine is not in ENGINES read `draft_tokens` (per round), `min_confidence` (0: drafts always have full length) and
-`ngram_tokens` instead. A program that drafts also answers how many tokens were `drafted` and how many `accepted`.
+Drafts come from `draft` (a file or folder) or `ngram` (true), with `settings` by the engine's names. Programs whose
+engine is not in `export.ENGINES` read `draft_tokens` (per round), `min_confidence` (0: drafts have full length) and
+`ngram_tokens` instead. Answers of a program that drafts also have the numbers of `drafted` and `accepted` tokens.
 """
 
 from __future__ import annotations
@@ -34,14 +35,14 @@ Values = dict[str, Any]
 Decoder = Callable[[Values], Values]  # Maps a parsed input line to its answer.
 
 # Maximum length of an error message in an answer, in characters; standard error has the full message.
-MESSAGE = 300
-KEY = "SWIFTOPT_ENGINE_API_KEY"  # Environment variable with the server's API key, if needed.
-ANSWER_S = 600.0  # Time limit for a server's answer, in seconds.
+MAX_MESSAGE = 300
+KEY = "SWIFTOPT_ENGINE_API_KEY"  # Environment variable with the server's API key, if it needs one.
+SERVER_TIMEOUT_S = 600.0  # Time limit for a server's answer, in seconds.
 ON_GPU: Mapping[str, Values] = {  # Library arguments for computing on a GPU; none are needed on a CPU.
     "transformers": {"device_map": "cuda"},
     "llama-cpp": {"n_gpu_layers": 999},  # More than any model has: put all layers on the GPU.
     # By default vLLM reserves nearly all GPU memory, and checks before loading that it is free. 2 GiB of KV cache hold
-    # 2,600 tokens of a 13B model without grouped-query attention; gpu_memory_utilization then affects only the check.
+    # 2,600 tokens of a 13B model without grouped-query attention; gpu_memory_utilization then affects the check only.
     "vllm": {"kv_cache_memory_bytes": 2 << 30, "gpu_memory_utilization": 0.01},
 }
 VLLM_COUNTERS = {
@@ -56,9 +57,9 @@ def for_device(program: str, options: Values) -> Values:
 
 
 def swiftopt(options: Values) -> Decoder:
-    """swiftopt itself: plain decoding, a draft model, or what is stored for the task, else adaptive drafts.
+    """swiftopt: plain decoding, a draft model, or with `best` (true) the plan stored in `db`, else adaptive drafts.
 
-    Options: `model` and `draft` are folders; speed; best (true) with db (or null).
+    Options: `model` and `draft` are folders; `speed`; `best`, `db` (or null).
     """
     from swiftopt.core.requests import GenerateRequest
     from swiftopt.core.types import Sampling
@@ -71,35 +72,35 @@ def swiftopt(options: Values) -> Decoder:
     from swiftopt.store import Store
     from swiftopt.tasks.generate import Planner
 
-    def loaded(folder: str) -> Any:
+    def runtime_of(folder: str) -> Any:
         return load_runtime(folder, options["dtype"], options["device"], None, options["speed"])
 
-    runtime = loaded(options["model"])
+    runtime = runtime_of(options["model"])
     where = {name: options[name] for name in ("dtype", "device", "speed")}
     request = GenerateRequest(options["model"], **where)
     session = Session(runtime, Sampling(), 1, ignore_eos=True)
     store = Store.open(options["db"]) if options.get("best") else None
     planner = Planner(request, runtime, store)
-    fixed = PLAIN
+    fixed_method = PLAIN
     if options.get("draft"):
         settings = SpdSettings(options["draft_tokens"], options["min_confidence"] or None)
-        fixed = build("spd", Resources(runtime, draft_runtime=loaded(options["draft"])), settings)
+        fixed_method = build("spd", Resources(runtime, draft_runtime=runtime_of(options["draft"])), settings)
     PAGES.finish()  # The thread that moves weights would disturb the turns of other engines.
 
     def answer(line: Values) -> Values:
-        method = planner.drafting_for(line["task"]) if options.get("best") else fixed
-        done = decode(runtime, line["prompt_ids"], method, session.rule(), session.ending(line["max_new_tokens"]))
-        counts = {} if method is PLAIN else {"drafted": done.drafted, "accepted": done.accepted}
-        return {"token_ids": list(done.token_ids), "prefill_s": done.prefill_s, "method": done.method, **counts}
+        method = planner.drafting_for(line["task"]) if options.get("best") else fixed_method
+        result = decode(runtime, line["prompt_ids"], method, session.rule(), session.ending(line["max_new_tokens"]))
+        counts = {} if method is PLAIN else {"drafted": result.drafted, "accepted": result.accepted}
+        return {"token_ids": list(result.token_ids), "prefill_s": result.prefill_s, "method": result.method, **counts}
 
     return answer
 
 
 def transformers(options: Values) -> Decoder:
-    """transformers' own greedy generate: plain, compiled, with prompt lookup, an assistant, or swiftopt inside it.
+    """transformers' greedy generate: plain, compiled, with prompt lookup, an assistant, or swiftopt inside it.
 
-    Options: `model` and `draft` are folders; compiled (true); layer_set, a file's path. `settings` are those of the
-    assistant's generation, or of generate's prompt lookup.
+    Options: `model` and `draft` are folders; `compiled` (true); `layer_set`, a file's path. `settings` are arguments of
+    generate's prompt lookup, or fields of the assistant's generation config.
     """
     import torch
     from transformers import GenerationConfig
@@ -107,37 +108,37 @@ def transformers(options: Values) -> Decoder:
     configuration: Any = GenerationConfig
     torch.set_num_threads(options["threads"])
     model = _hf_model(options["model"], options)
-    passes: list[float] = []  # Times at which the model's forward passes ended.
-    more = _generate_options(model, options)
-    # generate takes settings that `config` leaves unset from the model's generation_config.
+    pass_times: list[float] = []  # Times at which the model's forward passes ended.
+    method_arguments = _generate_arguments(model, options)
+    # generate reads settings that `config` lacks from the model's generation_config.
     model.generation_config.eos_token_id = None
     config = configuration(do_sample=False, pad_token_id=0, return_dict_in_generate=True)
 
-    def noting(*pass_: Any) -> None:
-        if not passes and options["device"] == "cuda":
-            # CUDA runs asynchronously: the first pass returns before it has been computed.
-            torch.cuda.synchronize()
-        passes.append(perf_counter())
+    def add_pass_time(*_: Any) -> None:
+        if not pass_times and options["device"] == "cuda":
+            torch.cuda.synchronize()  # CUDA runs asynchronously: the first pass returns before it is computed.
+        pass_times.append(perf_counter())
 
     if options.get("layer_set"):  # custom_generate bypasses model.forward, so hooks would not run.
-        more["on_tokens"] = lambda token_ids: passes.append(perf_counter())
+        method_arguments["on_tokens"] = lambda token_ids: pass_times.append(perf_counter())
     else:
-        model.register_forward_hook(noting)
-    counts = _counted(model) if options.get("ngram") or options.get("draft") else {}
+        model.register_forward_hook(add_pass_time)
+    counts = _draft_counts(model) if options.get("ngram") or options.get("draft") else {}
 
     def answer(line: Values) -> Values:
-        passes.clear()
+        pass_times.clear()
         counts.update(dict.fromkeys(counts, 0))
-        begun = perf_counter()
+        started = perf_counter()
         inputs = torch.tensor([line["prompt_ids"]], device=options["device"])  # (batch 1, seq)
-        given = {"attention_mask": torch.ones_like(inputs), "max_new_tokens": line["max_new_tokens"], **more}
+        arguments = {"attention_mask": torch.ones_like(inputs), "max_new_tokens": line["max_new_tokens"]}
         with torch.inference_mode():
             if options.get("compiled"):
-                more["past_key_values"].reset()
-            out = model.generate(inputs, generation_config=config, **given)
+                method_arguments["past_key_values"].reset()
+            out = model.generate(inputs, generation_config=config, **arguments, **method_arguments)
         if options.get("layer_set"):
             counts.update(drafted=out.drafted, accepted=out.accepted)
-        return {"token_ids": out.sequences[0, inputs.shape[1] :].tolist(), "prefill_s": passes[0] - begun, **counts}
+        token_ids = out.sequences[0, inputs.shape[1] :].tolist()
+        return {"token_ids": token_ids, "prefill_s": pass_times[0] - started, **counts}
 
     return answer
 
@@ -151,10 +152,10 @@ def _hf_model(folder: str, options: Values) -> Any:
     return auto.from_pretrained(folder, dtype=getattr(torch, options["dtype"]), local_files_only=True, **where).eval()
 
 
-def _generate_options(model: Any, options: Values) -> Values:
+def _generate_arguments(model: Any, options: Values) -> Values:
     """Return the arguments of generate that choose the decoding method."""
     if options.get("compiled"):
-        return {"past_key_values": _compiled(model, options["n_ctx"])}
+        return {"past_key_values": _compile(model, options["n_ctx"])}
     if options.get("layer_set"):
         from swiftopt import custom_generate
 
@@ -169,10 +170,10 @@ def _generate_options(model: Any, options: Values) -> Values:
     return {"assistant_model": assistant}
 
 
-def _compiled(model: Any, n_ctx: int) -> Any:
-    """Compile passes over one token, as generate does on GPUs; each new prompt length would compile again.
+def _compile(model: Any, n_ctx: int) -> Any:
+    """Compile the model's passes over one token, as generate does on GPUs, and return the static cache that they need.
 
-    Returns: a static cache of one size for these passes; a new size would compile again.
+    Prefill is not compiled, because each new prompt length would compile again. So would each new size of the cache.
     """
     import torch
     from transformers import StaticCache
@@ -187,25 +188,24 @@ def _compiled(model: Any, n_ctx: int) -> Any:
     return static_cache(config=model.config, max_cache_len=n_ctx)
 
 
-def _counted(model: Any) -> dict[str, int]:
-    """Return counts of drafted and accepted tokens, updated by a wrapper of the model's candidate generators."""
+def _draft_counts(model: Any) -> dict[str, int]:
+    """Return the counts of drafted and accepted tokens, which wrappers of the model's candidate generators update."""
     counts = {"drafted": 0, "accepted": 0}
-    make = model._get_candidate_generator
+    get_generator = model._get_candidate_generator
 
-    def making(*args: Any, **kwargs: Any) -> Any:
-        generator = make(*args, **kwargs)
+    def get_counting_generator(*args: Any, **kwargs: Any) -> Any:
+        generator = get_generator(*args, **kwargs)
         update = generator.update_candidate_strategy
 
-        def counting(input_ids: Any, scores: Any, num_matches: Any) -> None:
-            """`scores` has one row per candidate token and one for the next token."""
-            counts["drafted"] += scores.shape[1] - 1
+        def count_and_update(input_ids: Any, scores: Any, num_matches: Any) -> None:
+            counts["drafted"] += scores.shape[1] - 1  # `scores` has a row per candidate token and one for the next.
             counts["accepted"] += int(num_matches)
             update(input_ids, scores, num_matches)
 
-        generator.update_candidate_strategy = counting
+        generator.update_candidate_strategy = count_and_update
         return generator
 
-    model._get_candidate_generator = making
+    model._get_candidate_generator = get_counting_generator
     return counts
 
 
@@ -214,31 +214,27 @@ def llama_cpp(options: Values) -> Decoder:
     import xllamacpp
 
     params = llama_params(options)
-    drafts = [kind for kind in params.speculative.types if kind.value]  # Value 0 means no drafting.
+    is_drafting = any(kind.value for kind in params.speculative.types)  # Value 0 means no drafting.
     server = xllamacpp.Server(params)
 
     def answer(line: Values) -> Values:
         request = {
-            **{
-                "prompt": line["prompt_ids"],
-                "max_tokens": line["max_new_tokens"],
-                "temperature": 0,
-                "top_k": 1,
-            },
+            **{"prompt": line["prompt_ids"], "max_tokens": line["max_new_tokens"], "temperature": 0, "top_k": 1},
             **{"ignore_eos": True, "cache_prompt": False, "return_tokens": True, "verbose": True},
         }
-        done = server.handle_completions(request)
-        if "error" in done:
-            raise RuntimeError(str(done["error"].get("message", done["error"])))
-        timings = done["timings"]  # Lacks draft_n if nothing was drafted.
+        completion = server.handle_completions(request)
+        if "error" in completion:
+            raise RuntimeError(str(completion["error"].get("message", completion["error"])))
+        timings = completion["timings"]  # Lacks draft_n if nothing was drafted.
         counts = {"drafted": timings.get("draft_n", 0), "accepted": timings.get("draft_n_accepted", 0)}
-        answered = {"token_ids": done["__verbose"]["tokens"], "prefill_s": timings["prompt_ms"] / 1000}
-        return {**answered, **(counts if drafts else {})}
+        result = {"token_ids": completion["__verbose"]["tokens"], "prefill_s": timings["prompt_ms"] / 1000}
+        return {**result, **(counts if is_drafting else {})}
 
     return answer
 
 
 def llama_params(options: Values) -> Any:
+    """Return the parameters of xllamacpp's server for these options."""
     import xllamacpp
 
     params = xllamacpp.CommonParams()
@@ -258,7 +254,7 @@ def llama_params(options: Values) -> Any:
         setattr(drafting, name, value)
     if options.get("draft"):
         drafting.mparams.path = options["draft"]
-    places = {
+    fields = {  # llama-server's option -> the object and field that hold it.
         "spec-draft-n-max": (drafting, "n_max"),
         "spec-draft-n-min": (drafting, "n_min"),
         "spec-draft-p-min": (drafting, "p_min"),
@@ -270,52 +266,49 @@ def llama_params(options: Values) -> Any:
         if name == "spec-type":
             names = [f"COMMON_SPECULATIVE_TYPE_{kind.upper().replace('-', '_')}" for kind in value.split(",")]
             params.speculative.types = [getattr(xllamacpp.common_speculative_type, kind) for kind in names]
-        elif name in places:
-            setattr(*places[name], value)
+        elif name in fields:
+            setattr(*fields[name], value)
         elif name != "model-draft":
-            raise ValueError(f"{name} is not known here: use spec-type, {', '.join(places)}")
+            raise ValueError(f"the setting {name} is not supported: use spec-type, {', '.join(fields)}")
     return params
 
 
 def openvino(options: Values) -> Decoder:
-    """OpenVINO GenAI on a GGUF file, which it converts to its own graph, or on a folder in its own format (IR).
+    """OpenVINO GenAI on a GGUF file, which it converts, or on a folder in its own format (IR).
 
-    Options: precision ("bf16" or "f32"). `settings` are those of its GenerationConfig.
+    Options: `precision` ("bf16" or "f32"). `settings` are fields of its GenerationConfig.
     """
     import numpy as np
     import openvino
     import openvino_genai
 
-    more: Values = {
-        "INFERENCE_NUM_THREADS": options["threads"],
-        "INFERENCE_PRECISION_HINT": options["precision"],
-    }
+    properties = {"INFERENCE_NUM_THREADS": options["threads"], "INFERENCE_PRECISION_HINT": options["precision"]}
+    drafting: Values = {}
     if options.get("draft"):
         draft = options["draft"]
         folder = _ir_folder(draft) if draft.endswith(".gguf") else draft
-        more = {**more, "draft_model": openvino_genai.draft_model(folder, "CPU", **more)}
+        drafting = {"draft_model": openvino_genai.draft_model(folder, "CPU", **properties)}
     elif options.get("ngram"):
-        more = {**more, "prompt_lookup": True}
-    pipeline = openvino_genai.LLMPipeline(options["model"], "CPU", **more)
+        drafting = {"prompt_lookup": True}
+    pipeline = openvino_genai.LLMPipeline(options["model"], "CPU", **properties, **drafting)
     config = openvino_genai.GenerationConfig()
     config.update_generation_config(ignore_eos=True, do_sample=False, **options.get("settings", {}))
 
     def answer(line: Values) -> Values:
         config.max_new_tokens = line["max_new_tokens"]
         inputs = openvino.Tensor(np.array([line["prompt_ids"]], dtype=np.int64))  # (batch 1, seq)
-        done = pipeline.generate(inputs, config)
-        answered = {"token_ids": list(done.tokens[0]), "prefill_s": done.perf_metrics.get_ttft().mean / 1000}
-        # OpenVINO gives no counts for plain decoding, nor for prompt lookup.
-        counts = done.extended_perf_metrics
+        out = pipeline.generate(inputs, config)
+        result = {"token_ids": list(out.tokens[0]), "prefill_s": out.perf_metrics.get_ttft().mean / 1000}
+        counts = out.extended_perf_metrics  # None for plain decoding and for prompt lookup.
         if counts is None:
-            return answered
-        return {**answered, "drafted": counts.get_num_draft_tokens(), "accepted": counts.get_num_accepted_tokens()}
+            return result
+        return {**result, "drafted": counts.get_num_draft_tokens(), "accepted": counts.get_num_accepted_tokens()}
 
     return answer
 
 
 def _ir_folder(gguf: str) -> str:
-    """Return the folder of the model in OpenVINO's format, converted once: OpenVINO needs it for draft models."""
+    """Return a GGUF file's folder in OpenVINO's format, which draft models need; the file is converted once."""
     import openvino_genai
 
     folder = Path(f"{gguf.removesuffix('.gguf')}-openvino")
@@ -334,11 +327,11 @@ def _ir_folder(gguf: str) -> str:
 
 
 def vllm(options: Values) -> Decoder:
-    """vLLM's build for the device, with its engine in this process; `settings` are a speculative_config.
+    """vLLM's build for the device, with its engine in this process; `settings` are its speculative_config.
 
     If `settings` name a drafting class of swiftopt, swiftopt is imported from the folder `swiftopt`. With
-    `trust_remote_code`, vLLM runs Python files in the folders `model` and `draft`; drafts with swiftopt's own config
-    need that. The parent process sets threads and, on a CPU, the KV cache size by environment variables.
+    `trust_remote_code`, vLLM runs Python files in the folders `model` and `draft`, which drafts with swiftopt's config
+    need. The parent process sets the number of threads and, on a CPU, the KV cache size by environment variables.
     """
     from vllm import LLM, SamplingParams
 
@@ -363,23 +356,23 @@ def vllm(options: Values) -> Decoder:
         if speculative is None:
             return {}
         counters = {metric.name: metric.value for metric in engine.get_metrics() if metric.name in VLLM_COUNTERS}
-        return {word: int(counters.get(name, 0)) for name, word in VLLM_COUNTERS.items()}
+        return {key: int(counters.get(name, 0)) for name, key in VLLM_COUNTERS.items()}
 
     def answer(line: Values) -> Values:
         rule = SamplingParams(temperature=0, max_tokens=line["max_new_tokens"], ignore_eos=True, detokenize=False)
-        before = counts()
-        (done,) = engine.generate({"prompt_token_ids": line["prompt_ids"]}, rule, use_tqdm=False)
+        counts_before = counts()
+        (out,) = engine.generate({"prompt_token_ids": line["prompt_ids"]}, rule, use_tqdm=False)
         return {
-            "token_ids": list(done.outputs[0].token_ids),
-            "prefill_s": getattr(done.metrics, "first_token_latency", None),
-            **{word: number - before[word] for word, number in counts().items()},
+            "token_ids": list(out.outputs[0].token_ids),
+            "prefill_s": getattr(out.metrics, "first_token_latency", None),
+            **{key: count - counts_before[key] for key, count in counts().items()},
         }
 
     return answer
 
 
 def _load_package(name: str, folder: str) -> None:
-    """Import a package by its path; its parent may be a whole environment, so it is not put into sys.path."""
+    """Import a package by its path. Its parent may be a whole environment, so it is not added to sys.path."""
     spec = spec_from_file_location(name, f"{folder}/__init__.py", submodule_search_locations=[folder])
     assert spec is not None and spec.loader is not None
     sys.modules[name] = module = module_from_spec(spec)
@@ -389,14 +382,14 @@ def _load_package(name: str, folder: str) -> None:
 def server(options: Values) -> Decoder:
     """A running server with OpenAI's completions API, whose answers must include token ids.
 
-    vLLM gives them when asked with `return_token_ids`, llama.cpp's server with `verbose` and `return_tokens`.
-    Options: url, of the server or of its /v1.
+    vLLM returns them on request by `return_token_ids`, llama.cpp's server by `verbose` and `return_tokens`.
+    Options: `url`, of the server or of its /v1.
     """
     url = options["url"].rstrip("/").removesuffix("/v1")
     try:
-        model = _fetched(f"{url}/v1/models")["data"][0]["id"]
+        model = _fetch(f"{url}/v1/models")["data"][0]["id"]
     except (KeyError, IndexError, TypeError) as error:
-        raise RuntimeError(f"{url}/v1/models lists no model: it is no server with OpenAI's API") from error
+        raise RuntimeError(f"{url}/v1/models lists no model: use the URL of a server with OpenAI's API") from error
 
     def answer(line: Values) -> Values:
         body = {
@@ -404,36 +397,40 @@ def server(options: Values) -> Decoder:
             **{"temperature": 0, "ignore_eos": True, "cache_prompt": False},
             **{"return_token_ids": True, "return_tokens": True, "verbose": True},
         }
-        done = _fetched(f"{url}/v1/completions", body)
-        choice = (done.get("choices") or [{}])[0]
-        token_ids = choice.get("token_ids") or (done.get("__verbose") or {}).get("tokens")
+        completion = _fetch(f"{url}/v1/completions", body)
+        choice = (completion.get("choices") or [{}])[0]
+        token_ids = choice.get("token_ids") or (completion.get("__verbose") or {}).get("tokens")
         if not token_ids:
-            raise RuntimeError(f"{url} returns no token ids: use vLLM's or llama.cpp's own server")
-        timings = done.get("timings") or {}
-        reply = {"token_ids": token_ids, "prefill_s": timings["prompt_ms"] / 1000 if "prompt_ms" in timings else None}
+            raise RuntimeError(f"{url} returns no token ids: use vLLM's or llama.cpp's server")
+        timings = completion.get("timings") or {}
+        result = {"token_ids": token_ids, "prefill_s": timings["prompt_ms"] / 1000 if "prompt_ms" in timings else None}
         if "draft_n" in timings:
-            reply |= {"drafted": timings["draft_n"], "accepted": timings["draft_n_accepted"]}
-        return reply
+            result |= {"drafted": timings["draft_n"], "accepted": timings["draft_n_accepted"]}
+        return result
 
     return answer
 
 
-def _fetched(url: str, body: Mapping[str, Any] | None = None) -> Values:
+def _fetch(url: str, body: Mapping[str, Any] | None = None) -> Values:
+    """Return the JSON object with which the server answers a GET, or a POST of `body`.
+
+    Raises: RuntimeError: it does not answer, or with an error or other content.
+    """
     headers = {"Content-Type": "application/json"}
     if os.environ.get(KEY):
         headers["Authorization"] = f"Bearer {os.environ[KEY]}"
     data = None if body is None else json.dumps(body).encode()
     try:
-        with urllib.request.urlopen(urllib.request.Request(url, data, headers), timeout=ANSWER_S) as answer:
-            answer_read = json.load(answer)
+        with urllib.request.urlopen(urllib.request.Request(url, data, headers), timeout=SERVER_TIMEOUT_S) as response:
+            content = json.load(response)
     except urllib.error.HTTPError as error:
-        words = error.read(300).decode(errors="replace")
-        raise RuntimeError(f"{url} answered {error.code}: {words}") from error
+        message = error.read(MAX_MESSAGE).decode(errors="replace")
+        raise RuntimeError(f"{url} answered {error.code}: {message}") from error
     except (OSError, ValueError) as error:
         raise RuntimeError(f"{url} does not answer ({error}): is the server running?") from error
-    if not isinstance(answer_read, dict):
-        raise RuntimeError(f"{url} answered no JSON object")
-    return answer_read
+    if not isinstance(content, dict):
+        raise RuntimeError(f"{url} did not answer with a JSON object")
+    return content
 
 
 PROGRAMS: dict[str, Callable[[Values], Decoder]] = {
@@ -447,7 +444,7 @@ PROGRAMS: dict[str, Callable[[Values], Decoder]] = {
 
 
 def main(program: str, options: Values) -> int:
-    """Answer every input line until the end; return the exit code."""
+    """Answer the lines of standard input until it ends; return the exit code."""
     with os.fdopen(os.dup(1), "w", encoding="utf-8") as answers:
         os.dup2(2, 1)
 
@@ -461,12 +458,12 @@ def main(program: str, options: Values) -> int:
             send({"ready": True})
             for line in sys.stdin:
                 values = json.loads(line)
-                begun = perf_counter()
+                started = perf_counter()
                 answer = decode(values)
-                send({**answer, "seconds": perf_counter() - begun})
-        except Exception as error:  # Engines raise any type; the parent reports it in a row.
-            words = " ".join(str(error).split()) or "no message"
-            send({"error": f"{type(error).__name__}: {words[:MESSAGE]}"})
+                send({**answer, "seconds": perf_counter() - started})
+        except Exception as error:  # Engines raise any type; the parent process reports it in a row.
+            message = " ".join(str(error).split()) or "no message"
+            send({"error": f"{type(error).__name__}: {message[:MAX_MESSAGE]}"})
             raise
     return 0
 

@@ -1,14 +1,13 @@
-"""`bench peers --gguf FILE`: swiftopt and builds of llama.cpp on one GGUF file as it is.
+"""`bench peers --gguf FILE`: swiftopt and builds of llama.cpp on the same unchanged GGUF file.
 
-A cell is a depth (tokens before the first generated one) and a number of requests at once. In each cell every row has a
-separate process, and rows take turns. Before that, each row's start is timed: with the file out of the system's
-cache, and again with it there.
+A cell is a depth (tokens before the first generated one) and a number of concurrent requests. In each cell every row
+has a separate process, and rows take turns. Before that, the start of each row is timed twice: without the file in the
+system's cache (cold), and with it (warm).
 """
 
 from __future__ import annotations
 
 import os
-import re
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -22,7 +21,6 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from ..core.errors import ContextOverflow, SettingsError, SwiftoptError
-from ..models.cache import cache_root
 from ..models.gguf_model import settings_folder
 from ..models.gguf_reader import parts_of
 from ..models.loading import load_tokenizer
@@ -31,23 +29,24 @@ from ..models.sources import resolve
 from ..terminal.render import folding, number, numeric, table
 from .devices import room_for
 from .packages import PACKAGES, PROGRAM, EngineFailed, Launches, Row
+from .peers import rounded
 from .processes import Child, refuse_other_lengths
-from .turns import OWN_BYTES, engine_environ
+from .turns import PROCESS_BYTES, engine_environ, engine_log
 
 SCHEMA = "swiftopt.bench-same-file/1"
 AT_ONCE = PROGRAM.with_name("at_once.py")
 LLAMA_CPP = ("llama-cpp/plain", "node-llama-cpp/plain")  # The faster of these in a cell is the base of its ratios.
-OURS = "swiftopt/plain"
+REFERENCE = "swiftopt/plain"  # Row whose tokens the others are compared with.
 LEAST_TOKENS = 16  # Length of the prompts at depth 0.
-ROOM = 64  # Slots of a request beyond its prompt and completion: drafts need some.
+ROOM = 64  # Slots of a request for drafts, beyond its prompt and completion.
 WARM_TOKENS = 4  # Tokens of the first, untimed requests of a process.
 TASK = "default"
 PAGE = 256  # n_ctx is a multiple of this, as llama.cpp rounds it.
 
 
 def file_rows() -> list[Row]:
-    """Return the rows, in the table's order: engines that read GGUF files, all with the same one."""
-    ways: list[tuple[str, str, dict[str, Any]]] = [
+    """Return the rows, in the table's order: the engines that read GGUF files, each with the same file."""
+    variants: list[tuple[str, str, dict[str, Any]]] = [
         ("swiftopt", "plain", {}),
         ("swiftopt", "best", {"best": True}),
         ("llama-cpp", "plain", {}),
@@ -55,7 +54,7 @@ def file_rows() -> list[Row]:
         ("ik-llama-cpp", "plain", {}),
     ]
     rows = []
-    for name, variant, options in ways:
+    for name, variant, options in variants:
         package = PACKAGES[name]
         program = package.file if package.tool == "npm" else AT_ONCE
         rows.append(Row(replace(package, file=program), variant, "file", options))
@@ -64,13 +63,13 @@ def file_rows() -> list[Row]:
 
 @dataclass(frozen=True, slots=True)
 class SameFileRequest:
-    """What is measured: `gguf`, a GGUF file's path or name; every cell of `depths` and `at_once`, `rounds` times."""
+    """A measurement of every cell of `depths` and `at_once`."""
 
-    gguf: str
+    gguf: str  # Path or name of the GGUF file.
     depths: tuple[int, ...] = (0, 2000, 8000)
-    at_once: tuple[int, ...] = (1, 4, 8)
+    at_once: tuple[int, ...] = (1, 4, 8)  # Numbers of concurrent requests.
     max_new_tokens: int = 128
-    rounds: int = 2
+    rounds: int = 2  # Number of times that each row runs in a cell.
     threads: int = os.cpu_count() or 1
     timeout_s: float = 600.0
     speed: str = "auto"
@@ -79,36 +78,38 @@ class SameFileRequest:
 
 @dataclass(slots=True)
 class CellRuns:
-    """A row's runs in a cell: per run its seconds, and each request's tokens and seconds to its first and last one."""
+    """A row's runs in a cell, or the `reason` why it has none."""
 
     row: str
     depth: int
     at_once: int
-    seconds: list[float] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)  # Of each run.
+    # Of each run: an answer per request, with its tokens and the seconds until the first and the last one.
     answers: list[list[dict[str, Any]]] = field(default_factory=list)
     peak_bytes: int = 0
     reason: str = ""
 
     @property
     def tok_s(self) -> float | None:
-        """Tokens of all requests per second, with reading their prompts; None where nothing was measured."""
+        """Tokens of all requests per second, prefill included; None without runs."""
         n_tokens = sum(len(answer["token_ids"]) for run in self.answers for answer in run)
         return n_tokens / sum(self.seconds) if self.seconds else None
 
     @property
     def decode_tok_s(self) -> float | None:
-        """Sum of the requests' speeds after their first tokens; the mean of the runs."""
+        """Sum over requests of tokens per second after the first token, as the mean of the runs."""
         speeds = [sum(speed for speed in map(_decode_speed, run)) for run in self.answers]
         return statistics.mean(speeds) if speeds and min(speeds) > 0 else None
 
     @property
     def first_token_s(self) -> float | None:
-        """Mean seconds to a request's first token, with waiting for others' prompts."""
-        firsts = [answer["first_s"] for run in self.answers for answer in run]
-        return statistics.mean(firsts) if firsts else None
+        """Mean seconds until a request's first token, while the prompts of all requests are read."""
+        seconds = [answer["first_s"] for run in self.answers for answer in run]
+        return statistics.mean(seconds) if seconds else None
 
     @property
     def token_ids(self) -> list[list[int]]:
+        """Token ids of each request in the first run."""
         return [answer["token_ids"] for answer in self.answers[0]] if self.answers else []
 
 
@@ -119,10 +120,10 @@ def _decode_speed(answer: dict[str, Any]) -> float:
 
 @dataclass(slots=True)
 class StartRuns:
-    """Seconds from starting a row's process to its first token; `cold_s` None where the cache cannot be emptied."""
+    """Seconds from the start of a row's process until its first token, or the `reason` why it has none."""
 
     row: str
-    cold_s: float | None = None
+    cold_s: float | None = None  # None: the file cannot be removed from the system's cache.
     warm_s: float | None = None
     peak_bytes: int = 0
     reason: str = ""
@@ -131,7 +132,7 @@ class StartRuns:
 class SameFile:
     """Measures all rows on one file.
 
-    Raises: ModelNotFound, UnsupportedModel: swiftopt cannot read the file. SettingsError: it is no GGUF file.
+    Raises: ModelNotFound, UnsupportedModel: swiftopt cannot read the file. SettingsError: it is not a GGUF file.
         ContextOverflow: a depth does not fit the model's context.
     """
 
@@ -144,16 +145,16 @@ class SameFile:
     ) -> None:
         source = resolve(request.gguf)
         if source.kind != "gguf":
-            raise SettingsError(f"{request.gguf} is no GGUF file: name one, or take --model for other models")
+            raise SettingsError(f"{request.gguf} is not a GGUF file: name one, or use --model for other models")
         self.request, self.rows, self._on_step = request, list(rows), on_step
         self.file = Path(source.location)
         self._has_room = has_room or (lambda n_bytes: room_for("cpu", n_bytes))
         folder = settings_folder(self.file, on_step)
         n_positions = supported_config(folder).max_position_embeddings
-        needed = max(max(request.depths), LEAST_TOKENS) + request.max_new_tokens + ROOM
-        if needed > n_positions:
+        n_needed = max(max(request.depths), LEAST_TOKENS) + request.max_new_tokens + ROOM
+        if n_needed > n_positions:
             raise ContextOverflow(
-                f"a depth of {max(request.depths)} needs {needed} positions with its completion, and the model has"
+                f"a depth of {max(request.depths)} needs {n_needed} positions with its completion, and the model has"
                 f" {n_positions}: lower --depths or --max-new-tokens"
             )
         with quiet():
@@ -168,7 +169,10 @@ class SameFile:
         self.interrupted = False
 
     def run(self) -> None:
-        """Fill in `starts` and `cells`; what fails gets the reason. An interrupt ends it with what is measured."""
+        """Fill in `starts` and `cells`, with the reason for each failure; an interrupt ends the run with what it has.
+
+        Raises: KeyboardInterrupt: interrupted before anything was measured.
+        """
         try:
             for row in self.rows:  # Install engines before any timing.
                 with suppress(EngineFailed):
@@ -207,17 +211,17 @@ class SameFile:
 
     def _child(self, row: Row, n_ctx: int, n_requests: int) -> Child:
         launch = self._launches.of(row.engine)
-        if self._children and not self._has_room(1.5 * self.n_bytes + OWN_BYTES):
+        if self._children and not self._has_room(1.5 * self.n_bytes + PROCESS_BYTES):
             self._close_all()
-        request, log = self.request, f"{re.sub(r'[^A-Za-z0-9_.-]+', '-', row.name)}-same-file.log"
+        request = self.request
         options = {
             **{"model": str(self.file), "engine": row.engine.name, "package": str(launch.folder)},
             **{"dtype": "auto", "device": "cpu", "speed": request.speed, "db": request.db, "threads": request.threads},
             **{"n_ctx": -(-n_ctx // PAGE) * PAGE, "at_once": n_requests},
             **row.options,
         }
-        child = Child(launch, options, engine_environ("cpu", request.threads), cache_root() / "peers" / "logs" / log)
-        self._children[row.name] = child
+        environ, log = engine_environ("cpu", request.threads), engine_log(f"{row.name}-same-file")
+        child = self._children[row.name] = Child(launch, options, environ, log)
         child.wait_until_ready(request.timeout_s)
         return child
 
@@ -236,20 +240,21 @@ class SameFile:
         self._on_step(f"{row.name}: first token after {start.warm_s:.2f} s")
 
     def _turn(self, row: Row, cell: CellRuns) -> None:
-        n, n_new = cell.at_once, self.request.max_new_tokens
+        n_requests, n_new = cell.at_once, self.request.max_new_tokens
         child = self._children.get(row.name)
         if child is None:
-            child = self._child(row, max(cell.depth, LEAST_TOKENS) + n_new + ROOM, n)
-            child.ask({"requests": self._requests(0, n, WARM_TOKENS)}, self.request.timeout_s)
-        answer = child.ask({"requests": self._requests(cell.depth, n, n_new)}, self.request.timeout_s)
+            child = self._child(row, max(cell.depth, LEAST_TOKENS) + n_new + ROOM, n_requests)
+            child.ask({"requests": self._requests(0, n_requests, WARM_TOKENS)}, self.request.timeout_s)
+        answer = child.ask({"requests": self._requests(cell.depth, n_requests, n_new)}, self.request.timeout_s)
         refuse_other_lengths(answer["answers"], n_new)
         cell.seconds.append(float(answer["seconds"]))
         cell.answers.append(answer["answers"])
         cell.peak_bytes = max(cell.peak_bytes, child.memory().peak)
-        self._on_step(f"depth {cell.depth}, {n} at once, {row.name}: {n * n_new / cell.seconds[-1]:.1f} tok/s")
+        tok_s = n_requests * n_new / cell.seconds[-1]
+        self._on_step(f"depth {cell.depth}, {n_requests} at once, {row.name}: {tok_s:.1f} tok/s")
 
     def _requests(self, depth: int, n_requests: int, n_new: int) -> list[dict[str, Any]]:
-        """Return requests whose prompts begin at different places of the text, so that no prefix is shared."""
+        """Return requests whose prompts start at different places of a text, so that they share no prefix."""
         n_ids = max(depth, LEAST_TOKENS)
         starts = (i * LEAST_TOKENS for i in range(n_requests))
         return [
@@ -281,8 +286,8 @@ class SameFile:
                 {
                     "row": start.row,
                     "reason": start.reason or None,
-                    "cold_s": _rounded(start.cold_s),
-                    "warm_s": _rounded(start.warm_s),
+                    "cold_s": rounded(start.cold_s),
+                    "warm_s": rounded(start.warm_s),
                     "peak_bytes": start.peak_bytes or None,
                 }
                 for start in self.starts
@@ -292,32 +297,33 @@ class SameFile:
 
     def _result(self, cell: CellRuns) -> dict[str, Any]:
         rows = {other.row: other for other in self.cells if (other.depth, other.at_once) == (cell.depth, cell.at_once)}
-        base = max((rows[name].tok_s or 0.0 for name in LLAMA_CPP if name in rows), default=0.0)
-        ours = rows[OURS].token_ids if OURS in rows and cell.row != OURS else []
+        base_tok_s = max((rows[name].tok_s or 0.0 for name in LLAMA_CPP if name in rows), default=0.0)
+        expected = rows[REFERENCE].token_ids if REFERENCE in rows and cell.row != REFERENCE else []
+        n_equal = None
+        if cell.token_ids and expected:
+            n_equal = sum(ids == expected_ids for ids, expected_ids in zip(cell.token_ids, expected, strict=True))
         return {
             **{"row": cell.row, "depth": cell.depth, "at_once": cell.at_once, "reason": cell.reason or None},
-            "tok_s": _rounded(cell.tok_s),
-            "decode_tok_s": _rounded(cell.decode_tok_s),
-            "ratio": _rounded(cell.tok_s / base if cell.tok_s and base else None),
-            "first_token_s": _rounded(cell.first_token_s),
+            "tok_s": rounded(cell.tok_s),
+            "decode_tok_s": rounded(cell.decode_tok_s),
+            "ratio": rounded(cell.tok_s / base_tok_s if cell.tok_s and base_tok_s else None),
+            "first_token_s": rounded(cell.first_token_s),
             "peak_bytes": cell.peak_bytes or None,
-            "equal": sum(a == b for a, b in zip(cell.token_ids, ours, strict=True))
-            if cell.token_ids and ours
-            else None,
+            "equal": n_equal,
         }
 
 
 def same_file_view(report: Mapping[str, Any]) -> list[RenderableType]:
-    """Return the tables of starts and of cells, and under them why rows have no numbers."""
+    """Return the tables of starts and of cells, and below them the reasons why rows were not run."""
     name = Path(report["file"]).name
     title = f"{name}, {report['bytes'] / 1e9:.2f} GB, {report['device']}, {report['threads']} threads"
-    failed: dict[str, list[str]] = {}
+    failures: dict[str, list[str]] = {}  # Rows and cells that were not run, by reason.
 
-    def remark(result: Mapping[str, Any], where: str) -> str:
+    def remark(result: Mapping[str, Any], subject: str) -> str:
         if not result["reason"]:
             return ""
-        failed.setdefault(result["reason"], []).append(where)
-        return f"not run ({list(failed).index(result['reason']) + 1})"
+        failures.setdefault(result["reason"], []).append(subject)
+        return f"not run ({list(failures).index(result['reason']) + 1})"
 
     starts = [
         (
@@ -330,44 +336,36 @@ def same_file_view(report: Mapping[str, Any]) -> list[RenderableType]:
     ]
     cells = []
     for result in report["results"]:
-        where = f"{result['row']} at depth {result['depth']}, {result['at_once']} at once"
+        subject = f"{result['row']} at depth {result['depth']}, {result['at_once']} at once"
         speeds = (number(result["tok_s"], 1), number(result["decode_tok_s"], 1), number(result["ratio"], unit="x"))
         equal = "" if result["equal"] is None else f"{result['equal']}/{result['at_once']}"
         figures = (*speeds, number(result["first_token_s"], 2, " s"), _memory(result), equal)
-        cells.append((str(result["depth"]), str(result["at_once"]), result["row"], *figures, remark(result, where)))
+        cells.append((str(result["depth"]), str(result["at_once"]), result["row"], *figures, remark(result, subject)))
     start_headings = ("cold", "warm", "memory")
     headings = ("tok/s", "decode", "ratio", "first token", "memory", "equal")
     caption = (
-        f"{report['max_new_tokens']} tokens a request, {report['rounds']} times; tok/s: of all requests, with reading"
-        " their prompts; decode: after the first tokens, summed over requests; ratio: of tok/s to llama.cpp's faster"
-        " build; equal: requests whose tokens are swiftopt/plain's. Engines round differently."
+        f"{report['max_new_tokens']} tokens per request, {report['rounds']} runs; tok/s: of all requests, prefill"
+        " included; decode: after the first token, summed over requests; ratio: of tok/s to llama.cpp's faster build;"
+        " equal: requests with the tokens of swiftopt/plain. Engines round differently."
     )
+    start_columns = [folding("row"), *map(numeric, start_headings), folding("")]
+    columns = [numeric("depth"), numeric("at once"), folding("row"), *map(numeric, headings), folding("")]
     views: list[RenderableType] = [
-        table(
-            [folding("row"), *map(numeric, start_headings), folding("")], starts, title=f"{title}: to the first token"
-        ),
+        table(start_columns, starts, title=f"{title}: until the first token"),
         "",
-        table(
-            [numeric("depth"), numeric("at once"), folding("row"), *map(numeric, headings), folding("")],
-            cells,
-            title=title,
-        ),
+        table(columns, cells, title=title),
         Text(caption),
     ]
-    notes = [f"({n}) {', '.join(rows)}: {reason}" for n, (reason, rows) in enumerate(failed.items(), start=1)]
-    return [*views, *map(Text, notes)]
+    footnotes = [f"({n}) {', '.join(rows)}: {reason}" for n, (reason, rows) in enumerate(failures.items(), start=1)]
+    return [*views, *map(Text, footnotes)]
 
 
 def _memory(result: Mapping[str, Any]) -> str:
     return number(result["peak_bytes"] and result["peak_bytes"] / 1e9, 2, " GB")
 
 
-def _rounded(value: float | None) -> float | None:
-    return None if value is None else round(value, 3)
-
-
 def _evict(path: Path) -> bool:
-    """Drop a file from the system's cache; False where the system cannot."""
+    """Remove a file from the system's cache; return False if the system cannot."""
     try:
         with path.open("rb") as file:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)

@@ -1,4 +1,4 @@
-"""Registers the commands and options for other engines."""
+"""Registers the commands and options for other engines with the core package."""
 
 from __future__ import annotations
 

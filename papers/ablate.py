@@ -1,4 +1,4 @@
-"""Runs an ablation: its variants by turns on the same prompts, with plain decoding, and rows of the paper's shape.
+"""Runs an ablation: its variants and plain decoding take turns on the same prompts; the rows are those of the paper.
 
 python -m swiftopt.papers.ablate swift-parts --model M --stream prompts.jsonl --limit 8
 """
@@ -52,10 +52,13 @@ HEADINGS = {
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BuiltVariant:
-    """A variant with its method or search and its heads, or the `error` that prevented building it."""
+    """A variant with its `drafter` (a method, or a search that runs while decoding) and its heads.
+
+    `error` says why the variant could not be built.
+    """
 
     variant: Variant
-    by: Method | Search | None = None
+    drafter: Method | Search | None = None
     heads: Heads | None = None
     error: str | None = None
 
@@ -64,12 +67,11 @@ class BuiltVariant:
         """Numbers of added heads and parameters; 0 if every head is the model's own head (identity transform)."""
         if self.heads is None:
             return None, None
-        added_transforms = [
-            transform
+        has_new_head = any(
+            not torch.equal(transform, torch.eye(*transform.shape).to(transform))
             for transform in self.heads.transforms.values()
-            if not torch.equal(transform, torch.eye(*transform.shape).to(transform))
-        ]
-        return (len(self.heads.depths), n_parameters(self.heads)) if added_transforms else (0, 0)
+        )
+        return (len(self.heads.depths), n_parameters(self.heads)) if has_new_head else (0, 0)
 
 
 def ablate(
@@ -84,8 +86,9 @@ def ablate(
 ) -> dict[str, Any]:
     """Return the object that `python -m swiftopt.papers.ablate --json` prints.
 
-    Missing heads, probes and layer sets are made briefly as in `swiftopt compare`, on `training_prompts` (or on
-    `prompts` if empty), and are not stored. A variant's search continues across prompts, and its time counts.
+    Heads, probes and layer sets that the store lacks are made briefly, as in `swiftopt compare`, and are not stored.
+    They are made on `training_prompts`, or on `prompts` if there are none. A variant's search continues from prompt to
+    prompt, and its time counts.
     """
     prompts, training_prompts = first_turns(prompts), first_turns(training_prompts)
     greedy = replace(request, draft_model=draft_model, sampling=Sampling())
@@ -95,12 +98,12 @@ def ablate(
     recipes = AblationRecipes(
         session, store, draft_runtime, request.model, task, training_prompts or prompts, None, on_step
     )
-    built = [_build_variant(variant) for variant in ABLATIONS[name].variants(recipes)]
+    built_variants = [_build_variant(variant) for variant in ABLATIONS[name].variants(recipes)]
     decoders = {BASE: decoder(session, PLAIN)}
-    for built_variant in built:
-        if built_variant.by is not None:
-            variant_session = Session(runtime, built_variant.variant.sampling, request.max_new_tokens)
-            decoders[built_variant.variant.label] = decoder(variant_session, built_variant.by)
+    for built in built_variants:
+        if built.drafter is not None:
+            variant_session = Session(runtime, built.variant.sampling, request.max_new_tokens)
+            decoders[built.variant.label] = decoder(variant_session, built.drafter)
     meter = EnergyMeter.of(runtime.device)
     runs = Interleaved(decoders, prompts, meter, on_run)
     is_finished = runs.run()
@@ -119,15 +122,15 @@ def ablate(
         "energy": meter.source,
         "made": [{"piece": part.piece, "how": part.how} for part in recipes.made],
         "made_on": training_prompts_words(training_prompts),
-        "rows": [_row(built_variant, runs, session, prompts) for built_variant in built],
+        "rows": [_row(built, runs, session, prompts) for built in built_variants],
         "interrupted": not is_finished,
     }
 
 
 def _build_variant(variant: Variant) -> BuiltVariant:
     try:
-        method_or_search = variant.make()
-        return BuiltVariant(variant, method_or_search, None if variant.heads is None else variant.heads())
+        drafter = variant.make()
+        return BuiltVariant(variant, drafter, None if variant.heads is None else variant.heads())
     except SwiftoptError as error:
         return BuiltVariant(variant, error=str(error))
 
@@ -135,35 +138,31 @@ def _build_variant(variant: Variant) -> BuiltVariant:
 def _row(built: BuiltVariant, runs: Interleaved, session: Session, prompts: Sequence[Prompt]) -> dict[str, Any]:
     variant = built.variant
     identity = {"label": variant.label, "base": variant.base, **variant.values}
-    search = built.by if isinstance(built.by, Search) else None
-    method = built.by.method if isinstance(built.by, Search) else built.by
-    figures_so_far = Figures(variant.label, lossy=method is not None and method.lossy, extra_bytes=0)
+    search = built.drafter if isinstance(built.drafter, Search) else None
+    method = built.drafter.method if isinstance(built.drafter, Search) else built.drafter
+    unmeasured_row = Figures(variant.label, lossy=method is not None and method.lossy, extra_bytes=0)
     if built.error is not None:
-        return {
-            **identity,
-            **figures_so_far.missing(len(prompts), built.error).to_json(),
-            "heads": None,
-            "consistency": None,
-        }
+        missing_row = unmeasured_row.missing(len(prompts), built.error).to_json()
+        return {**identity, **missing_row, "heads": None, "consistency": None}
 
     def nll_of(number: int, token_ids: tuple[int, ...]) -> float:
         return nll(session.runtime, session.encode(prompts[number]), token_ids)
 
     variant_runs = runs.runs[variant.label]
-    plain = figures(
-        figures_so_far, variant_runs, runs.runs[BASE], len(prompts), nll_of, predicts_early=built.heads is not None
+    row = figures(
+        unmeasured_row, variant_runs, runs.runs[BASE], len(prompts), nll_of, predicts_early=built.heads is not None
     )
-    base = (
-        plain
+    to_base = (
+        row
         if variant.base == BASE
-        else figures(figures_so_far, variant_runs, runs.runs[variant.base], len(prompts), None)
+        else figures(unmeasured_row, variant_runs, runs.runs[variant.base], len(prompts), None)
     )
-    n_heads, n_added = built.n_added
-    consistency = plain.identical / plain.prompts if variant.sampling.greedy and plain.identical is not None else None
+    n_heads, n_added_parameters = built.n_added
+    consistency = row.identical / row.prompts if variant.sampling.greedy and row.identical is not None else None
     return {
         **identity,
-        **replace(plain, ratio=base.ratio, ratio_interval=base.ratio_interval).to_json(),
-        "extra_parameters": n_added,
+        **replace(row, ratio=to_base.ratio, ratio_interval=to_base.ratio_interval).to_json(),
+        "extra_parameters": n_added_parameters,
         "heads": n_heads,
         "consistency": consistency,
         **_search_figures(search, variant_runs.by_prompt.values()),
@@ -192,7 +191,7 @@ def _search_figures(search: Search | None, runs: Iterable[Any]) -> dict[str, flo
 @commands.command()
 @click.argument("name")
 @options.model_and_stream
-@options.task("plan", "Whose stored layer set, heads and probe to use.  [default: the stream's task]", PROMPTS)
+@options.task("plan", "Task whose stored layer set, heads and probe to use.  [default: the stream's task]", PROMPTS)
 @options.draft_model
 @options.limit
 @options.form
@@ -209,12 +208,12 @@ def command(
     db: str | None,
     **values: Any,
 ) -> Result:
-    """Run one of the papers' ablations; its variants decode the same prompts by turns.
+    """Run one of the papers' ablations; its variants take turns on the same prompts.
 
     NAME is swift-parts, swift-self-sd, swift-window, swift-schedule, swift-ratio, adadecode-parts,
     adadecode-threshold, adadecode-trees, spd-settings, self-sd-steps, paradecode-parts, paradecode-threshold,
-    mtad-threshold, mtad-beams, mtad-warp, adaspeed or adaspeed-exit. What is not stored for the task is made briefly
-    and not kept, on prompts after --limit where there are any.
+    mtad-threshold, mtad-beams, mtad-warp, adaspeed or adaspeed-exit. Parts that are not stored for the task are made
+    briefly and not stored, on the prompts after --limit if there are any.
     """
     look_up("ablation", name, ABLATIONS)
     request = decoding_request(values, draft_model)
@@ -234,10 +233,10 @@ def _ablation_view(report: Mapping[str, Any]) -> list[RenderableType]:
         for row in report["rows"]
         if row["ratio"] is not None
     ]
-    failure_lines = [f"{row['label']}: not run: {row['reason']}" for row in report["rows"] if row["reason"] is not None]
+    remarks = [f"{row['label']}: not run: {row['reason']}" for row in report["rows"] if row["reason"] is not None]
     if report["made"] and report["made_on"] != "other prompts":
-        failure_lines.append(f"made on {report['made_on']} themselves, which favours the variants that use it")
-    return [heading(f"{report['title']} ({report['source']})"), table(columns, rows, gap=2), *failure_lines]
+        remarks.append(f"parts were made on {report['made_on']} themselves, which favours the variants that use them")
+    return [heading(f"{report['title']} ({report['source']})"), table(columns, rows, gap=2), *remarks]
 
 
 def _cell(key: str, value: float | None) -> str:

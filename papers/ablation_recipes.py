@@ -1,8 +1,8 @@
 """Builds the methods that ablations compare, among them draft trees of heads that predict several tokens ahead.
 
 A head of hop h reads a token's state and predicts the token h positions later; hop 1 at the last layer is the model's
-own head. The heads' most probable tokens form a chain, and the second choice at each position opens a side branch
-(AdaDecode, appendix E).
+own head. The heads' most probable tokens form a chain. At each position the head's second choice starts a branch, which
+continues with the chain's later tokens. Source: AdaDecode, appendix E.
 """
 
 from __future__ import annotations
@@ -43,11 +43,10 @@ from .methods.early_exit import (
 from .methods.guesses import merge_paths
 from .parts import BRIEF_EPOCHS, HEADS_S, MIN_TOKENS, SELF_SD_PROMPTS, SELF_SD_TOKENS
 from .training.features import Features, features_of
-from .training.settings import HeadSettings, ignore
+from .training.settings import MIXED_TASK, HeadSettings, ignore
 from .training.trainer import HeadObjective, Trainer, train
 from .verifiers import Rollback
 
-MIXED_TASK = "mixed"  # Task name under which heads trained on several streams are stored.
 N_HOPS = 3
 N_CHOICES = 2  # Most probable tokens that each head adds to the draft tree.
 
@@ -56,7 +55,7 @@ HopsOf = Callable[[], Sequence[Heads]]
 
 
 class AblationRecipes(MakingRecipes):
-    """Builds the methods of variants; looks up or makes each part when a variant first needs it."""
+    """Builds the methods of variants; looks up or makes a part when a variant first needs it."""
 
     def method(self, name: str, **settings: Any) -> Method:
         return build(name, self.of(name, self.task).parts, method_info(name).settings_from(settings))
@@ -68,7 +67,7 @@ class AblationRecipes(MakingRecipes):
         return Search("", self.runtime.whole, sub_layers_of(self.runtime), tuning, ratio, None)
 
     def self_sd(self, steps: int) -> Method:
-        """Return Self-SD with a layer set found in `steps` steps on `SELF_SD_PROMPTS` prompts."""
+        """Return Self-SD with the best layer set of a search of `steps` candidates on `SELF_SD_PROMPTS` prompts."""
         self.on_step(f"make: Self-SD's layer set, by {steps} candidates of its search")
         session = Session(self.runtime, Sampling(), min(SELF_SD_TOKENS, self.session.max_new_tokens))
         search_result = self_sd.search(session, self.prompts[:SELF_SD_PROMPTS], steps)
@@ -81,7 +80,7 @@ class AblationRecipes(MakingRecipes):
         return Method("self-sd", drafter, SeveralRatio("without"))
 
     def marginal(self) -> Method:
-        """Return AdaSPEED's early exit with Draft & Verify's rule, which compares each token's own confidence."""
+        """Return AdaSPEED's early exit with Draft & Verify's rule, which compares single confidences, not products."""
         settings = AdaSpeedSettings()
         model = early_exit(self.of("adaspeed", self.task).parts, settings.exit_layer)
         return Method("draft-verify", ChainDrafter(model, AdaptiveStop.of(settings), sampled=True), ChainRatio())
@@ -99,12 +98,17 @@ class AblationRecipes(MakingRecipes):
         return Method("hop-heads", HopDrafter(hops(), early, AdaDecodeSettings().early_threshold), TargetWalk())
 
     def added_by_trees(self, hops: HopsOf, early: bool) -> Heads:
-        """Return the heads that trees add to the model; without `early` only the last layer's heads of later hops."""
+        """Return the heads that trees add to the model: with `early` those of all depths, else of the last layer.
+
+        Hop 1 at the last layer is the model's own head and not counted.
+        """
         hop_heads = hops()
         depths = hop_heads[0].depths
-        used_heads = [(depth, hop) for hop in range(N_HOPS) for depth in depths if early or depth == depths[-1]]
         added_transforms = [
-            hop_heads[hop].transforms[depth] for depth, hop in used_heads if (depth, hop) != (depths[-1], 0)
+            heads.transforms[depth]
+            for heads in hop_heads
+            for depth in depths
+            if (early or depth == depths[-1]) and not (heads is hop_heads[0] and depth == depths[-1])
         ]
         return Heads(dict(enumerate(added_transforms)))
 
@@ -112,12 +116,13 @@ class AblationRecipes(MakingRecipes):
         return cast(Heads, self.weights(self.learned("heads", self.task)))
 
     def one_head(self) -> Heads:
-        """Return only the middle head of the task's heads."""
+        """Return the middle one of the task's heads."""
         heads = self.heads()
         depth = heads.depths[len(heads.depths) // 2]
         return Heads({depth: heads.transforms[depth]}, heads.full)
 
     def original_head(self) -> Heads:
+        """Return the model's own head, as identity transforms at the depths of the task's heads."""
         return Heads(
             {
                 depth: torch.eye(transform.shape[-1]).to(transform)
@@ -126,9 +131,9 @@ class AblationRecipes(MakingRecipes):
         )
 
     def mixed_heads(self) -> Heads:
-        """Return heads that were trained on several streams.
+        """Return the stored heads that were trained on several streams.
 
-        Raises: LearnedNotFound: no such heads are stored; training them here is impossible without the other streams.
+        Raises: LearnedNotFound: there are none. They cannot be trained here, where only one stream is known.
         """
         record = Recipes.learned(self, "heads", MIXED_TASK)
         if record.task != MIXED_TASK:
@@ -136,42 +141,45 @@ class AblationRecipes(MakingRecipes):
         return cast(Heads, self.weights(record))
 
     def full_heads(self) -> Heads:
-        """Train full-size heads at the depths of the task's heads for `HEADS_S` seconds."""
+        """Train full-parameterized heads at the depths of the task's heads for `HEADS_S` seconds."""
         n_tokens = self.session.max_new_tokens
         settings = HeadSettings(epochs=BRIEF_EPOCHS, layers=self.heads().depths, full=True, max_new_tokens=n_tokens)
-        self.on_step(f"make: whole heads, by {HEADS_S:.0f} s of training")
+        self.on_step(f"make: full-parameterized heads, by {HEADS_S:.0f} s of training")
         return cast(Heads, train(self.runtime, self.prompts, settings, budget_s=HEADS_S).model)
 
     @torch.no_grad()
     def hop_heads(self) -> list[Heads]:
-        """Train heads of every hop at the last layer and the task's two deepest heads, in HOPS * HEADS_S seconds."""
+        """Train heads of hops 1 to N_HOPS, in N_HOPS * HEADS_S seconds of which half may go into the completions.
+
+        Returns: the heads of each hop, at the depths of the task's two deepest heads and at the last layer.
+        """
         depths = (*self.heads().depths[-2:], self.runtime.n_layers)
         budget_s = N_HOPS * HEADS_S
         self.on_step(f"make: heads that predict {N_HOPS} tokens ahead, by {budget_s:.0f} s of training")
         session = Session(self.runtime, Sampling(), max(MIN_TOKENS, self.session.max_new_tokens))
-        started, features_of_texts, heads = monotonic(), list[Features](), list[Heads]()
+        started, features_of_texts, hop_heads = monotonic(), list[Features](), list[Heads]()
         for prompt in self.prompts:
             if not features_of_texts or monotonic() - started < budget_s / 2:
                 features_of_texts.append(features_of(session, prompt, depths))
         for hop in range(1, N_HOPS + 1):
             shifted_features = Features.join([shift_targets(text, hop) for text in features_of_texts])
             objective = HeadObjective(self.runtime, shifted_features, depths, full=False)
-            left_s = (budget_s - (monotonic() - started)) / (N_HOPS + 1 - hop)
-            trainer = Trainer(objective, HeadSettings(epochs=BRIEF_EPOCHS), max(1.0, left_s))
+            hop_budget_s = (budget_s - (monotonic() - started)) / (N_HOPS + 1 - hop)
+            trainer = Trainer(objective, HeadSettings(epochs=BRIEF_EPOCHS), max(1.0, hop_budget_s))
             trainer.run(ignore)
-            heads.append(objective.model(trainer.weights))
-        return heads
+            hop_heads.append(objective.model(trainer.weights))
+        return hop_heads
 
 
 class HopDrafter(Drafter):
     """Drafts a tree from the last-layer state of the token before the root; with `early`, from the root's early state.
 
-    With `early`, the root's pass stops at the first layer whose hop-1 head has a confidence above `threshold`. Its tree
-    is one token deeper than one drafted from the last layer, and the root's other layers are run with the tree.
+    With `early`, the root's pass stops at the first depth whose hop-1 head has a confidence above `threshold`. The tree
+    then has one level more than a tree drafted from the last layer, and verification runs the root's deeper layers.
 
-    DEVIATION: Medusa's tree has 64 nodes, for a GPU; this one has as many as rows are cheap on a CPU.
+    DEVIATION: Medusa's tree has 64 nodes, for a GPU; this one has few, because each row costs time on a CPU.
 
-    Args: hops: `hops[h - 1]` are the heads of hop h, at the same layers, the last one included.
+    Args: hops: `hops[h - 1]` are the heads of hop h; all hops have the same depths, the last layer included.
     """
 
     max_width = N_HOPS + 1
@@ -185,7 +193,8 @@ class HopDrafter(Drafter):
 
     def draft(self, room: int) -> PassGenerator[Draft]:
         context = self.context
-        root_id, depth, hidden, predicted = context.token_ids[-1], 0, None, list[Tensor]()
+        root_id, depth, hidden = context.token_ids[-1], 0, None
+        logits_by_level: list[Tensor] = []  # (vocab,) each, for the first token after the root, the second, …
         if self.early and room:
             staged = StagedPass(context.runtime, context.buffer, context.root_slot)
             staged.add(root_id)
@@ -194,37 +203,30 @@ class HopDrafter(Drafter):
                 hidden = staged.newest
                 logits = self.hops[0].logits(context.runtime, depth, hidden)[0]
                 if context.rule.confidence(context.scores([], logits))[1] > self.threshold:
-                    predicted = [logits, *self._later(depth, hidden)]
+                    logits_by_level = [logits, *self._later_hops(depth, hidden)]
                     break
-        if not predicted and self._state is not None:
-            predicted = self._later(context.runtime.n_layers, self._state)
-        choices = [logits.topk(N_CHOICES).indices.tolist() for logits in predicted]
-        first_choices, positions = [top_ids[0] for top_ids in choices], range(len(choices))
-        paths = (
-            [
-                first_choices,
-                *(
-                    [*first_choices[:position], choices[position][1], *first_choices[position + 1 :]]
-                    for position in positions
-                ),
-            ]
-            if first_choices
-            else []
-        )
-        tree = merge_paths(root_id, paths, room)
-        return Draft(tree, staged=self._checked(tree, depth, hidden))
+        if not logits_by_level and self._state is not None:
+            logits_by_level = self._later_hops(context.runtime.n_layers, self._state)
+        choices = [logits.topk(N_CHOICES).indices.tolist() for logits in logits_by_level]
+        chain = [top_ids[0] for top_ids in choices]
+        branches = [[*chain[:level], top_ids[1], *chain[level + 1 :]] for level, top_ids in enumerate(choices)]
+        tree = merge_paths(root_id, [chain, *branches], room)
+        return Draft(tree, staged=self._verified(tree, depth, hidden))
 
     def observe(self, outcome: Outcome) -> None:
-        (checked_states,) = self._states
+        (states,) = self._states
         node = outcome.walk.path[-1] if outcome.walk.path else 0
-        self._state = checked_states[node : node + 1]
+        self._state = states[node : node + 1]
 
-    def _later(self, depth: int, state: Tensor) -> list[Tensor]:
-        """Return the predictions of hops after the first, logits (vocab,), from a state (1, hidden_size) at `depth`."""
+    def _later_hops(self, depth: int, state: Tensor) -> list[Tensor]:
+        """Return the logits (vocab,) of each hop after the first, from a state (1, hidden_size) at `depth`."""
         return [heads.logits(self.context.runtime, depth, state)[0] for heads in self.hops[1:]]
 
-    def _checked(self, tree: DraftTree, depth: int, hidden: Tensor | None) -> PassGenerator[Tensor]:
-        """Return the target's logits for a tree whose root has run `depth` layers; store the last-layer states."""
+    def _verified(self, tree: DraftTree, depth: int, hidden: Tensor | None) -> PassGenerator[Tensor]:
+        """Run the rest of the target over a tree whose root has run `depth` layers; store the last-layer states.
+
+        Returns: the target's logits (nodes, vocab).
+        """
         context = self.context
         runtime, n_layers = context.runtime, context.runtime.n_layers
         rows = tree_rows(tree.token_ids, tree.parents, context.root_slot)
@@ -232,18 +234,14 @@ class HopDrafter(Drafter):
         if hidden is None:
             return (yield Pass(runtime, rows, context.buffer, capture={n_layers: self._states}))
         if tree.n_nodes > 1:
-            later_rows, states_below = tree_rows(tree.token_ids[1:], tree.parents, context.root_slot), list[Tensor]()
-            yield Pass(runtime, later_rows, context.buffer, (), {depth: states_below}, layers=(0, depth))
-            hidden = torch.cat((hidden, *states_below))
-        remaining_layers = (depth, n_layers)
-        return (
-            yield Pass(
-                runtime, rows, context.buffer, None, {n_layers: self._states}, hidden=hidden, layers=remaining_layers
-            )
-        )
+            draft_rows, draft_states = tree_rows(tree.token_ids[1:], tree.parents, context.root_slot), list[Tensor]()
+            yield Pass(runtime, draft_rows, context.buffer, (), {depth: draft_states}, layers=(0, depth))
+            hidden = torch.cat((hidden, *draft_states))
+        capture, layers = {n_layers: self._states}, (depth, n_layers)
+        return (yield Pass(runtime, rows, context.buffer, None, capture, hidden=hidden, layers=layers))
 
 
 def shift_targets(text: Features, hop: int) -> Features:
-    """Pair each position's hidden states with the final state `hop` - 1 positions later, as training targets."""
+    """Pair the hidden states of each position with the final state `hop` - 1 positions later, the training target."""
     n_rows = max(0, text.n_rows - hop + 1)
     return Features({depth: hidden[:n_rows] for depth, hidden in text.hidden.items()}, text.final[hop - 1 :])

@@ -1,4 +1,4 @@
-"""The papers' ablations by name: source, variants and the figures shown. Imports no torch."""
+"""The papers' ablations by name: source, variants and the figures to show. This module imports no torch."""
 
 from __future__ import annotations
 
@@ -16,20 +16,23 @@ if TYPE_CHECKING:
     from .early_exit import Heads
 
 SCHEMA = "swiftopt.ablation/1"
-# SWIFT's schedules: (maximum optimisation steps S, Bayesian interval β).
+# (maximum optimisation steps S, Bayesian interval β). The last two are from SWIFT's Figure 8 (a), which also shows
+# (500, 25); the others finish within a short stream.
 SCHEDULES = ((20, 5), (100, 5), (100, 25), (1000, 25), (1000, 50))
 EXIT_SHARES = (0.125, 0.1875, 0.25, 0.375, 0.5)  # Exit layers as shares of the depth: layers 2, 3, 4, 6 and 8 of 16.
 SPD_LENGTHS, SPD_THRESHOLDS = (2, 8, 14), (0.3, 0.5, 0.8)
 WARPS = ((20, 0.9), (20, 0.8), (10, 0.9), (10, 0.8))  # (top-k, top-p) pairs of MTAD's Table 12.
 SAMPLED = Sampling(temperature=1.0)
-TOP_P = Sampling(temperature=1.0, top_p=0.9)  # Sampling of AdaSPEED's experiments, section III.
+TOP_P = Sampling(temperature=1.0, top_p=0.9)  # AdaSPEED III decodes with top-p and names neither p nor temperature.
 
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """A row of an ablation: `make` returns a method, or a search that runs while decoding; raises if a part is missing.
+    """A row of an ablation.
 
-    `base` is the label of the row that the speedup refers to; `heads` returns the heads whose parameters are counted.
+    `make` returns the method, or a search that runs while decoding; it raises SwiftoptError if a part is missing.
+    `values` are the row's settings by their symbols in the paper. The speedup is relative to the row labelled `base`.
+    `heads` returns the heads whose parameters are counted.
     """
 
     label: str
@@ -42,7 +45,7 @@ class Variant:
 
 @dataclass(frozen=True, slots=True)
 class Ablation:
-    """An ablation's definition; `varied` names the settings that differ by row, `shown` the figures of a row."""
+    """The definition of an ablation: `varied` names the settings that differ by row, `shown` the figures of a row."""
 
     title: str
     source: str
@@ -52,7 +55,7 @@ class Ablation:
 
 
 def _vary_setting(
-    make: Callable[..., Method | Search], name: str, setting: str, *values: float, **more: Any
+    make: Callable[..., Method | Search], name: str, setting: str, *values: float, **variant_fields: Any
 ) -> list[Variant]:
     """Return one variant per value of `setting`; `name` is the paper's symbol or word for the setting."""
     return [
@@ -60,7 +63,7 @@ def _vary_setting(
             f"{name} {value}" if len(name) == 1 else f"{value} {name}",
             partial(make, **{setting: value}),
             {name: value},
-            **more,
+            **variant_fields,
         )
         for value in values
     ]
@@ -102,8 +105,8 @@ def _adadecode_trees(recipes: AblationRecipes) -> Iterator[Variant]:
     hops = cache(recipes.hop_heads)
     yield Variant("AdaDecode", partial(recipes.early, recipes.heads), heads=recipes.heads)
     for label, early in (("trees of the last layer", False), ("trees of earlier layers, too", True)):
-        added = partial(recipes.added_by_trees, hops, early)
-        yield Variant(label, partial(recipes.trees, hops, early), heads=added)
+        added_heads = partial(recipes.added_by_trees, hops, early)
+        yield Variant(label, partial(recipes.trees, hops, early), heads=added_heads)
 
 
 def _spd_settings(recipes: AblationRecipes) -> Iterator[Variant]:
@@ -132,12 +135,14 @@ def _mtad(recipes: AblationRecipes, name: str, setting: str, *values: float) -> 
 
 def _mtad_warp(recipes: AblationRecipes) -> Iterator[Variant]:
     for top_k, top_p in WARPS:
-        warp, values = Sampling(temperature=1.0, top_k=top_k, top_p=top_p), {"k": top_k, "p": top_p}
-        yield Variant(f"multinomial, k {top_k}, p {top_p}", lambda: PLAIN, values, warp)
-        yield Variant(f"SpD, k {top_k}, p {top_p}", partial(recipes.method, "spd"), values, warp)
-        yield Variant(
-            f"MTAD, k {top_k}, p {top_p}", partial(recipes.method, "mtad", top_k=top_k, top_p=top_p), values, warp
-        )
+        methods: dict[str, Callable[[], Method]] = {
+            "multinomial": lambda: PLAIN,
+            "SpD": partial(recipes.method, "spd"),
+            "MTAD": partial(recipes.method, "mtad", top_k=top_k, top_p=top_p),
+        }
+        warped = Sampling(temperature=1.0, top_k=top_k, top_p=top_p)
+        for name, make in methods.items():
+            yield Variant(f"{name}, k {top_k}, p {top_p}", make, {"k": top_k, "p": top_p}, warped)
 
 
 def _adaspeed(recipes: AblationRecipes) -> Iterator[Variant]:
@@ -224,7 +229,7 @@ ABLATIONS: dict[str, Ablation] = {
         f"{_ADADECODE}, Figure 6 (c)",
         ("steps",),
         ("acceptance_rate", "ratio"),
-        # Scaled down: the paper uses hundreds of steps.
+        # Fewer steps than the paper's hundreds, so that the ablation takes minutes.
         lambda recipes: _vary_setting(recipes.self_sd, "steps", "steps", 3, 10, 30),
     ),
     "paradecode-parts": Ablation(

@@ -39,16 +39,15 @@ from ..terminal.render import (
     table,
 )
 from ..terminal.value_types import ModelTask, positive
-from .training.settings import HeadSettings, ProbeSettings, TrainingStep
+from .training.settings import MIXED_TASK, HeadSettings, ProbeSettings, TrainingStep
 
 if TYPE_CHECKING:
     from ..store import Store
 
-MIXED_TASK = "mixed"
 PRINT_INTERVAL_S = 5.0  # Minimum seconds between two progress lines.
 # Confidence thresholds shown in the table; --json reports all.
 SHOWN_THRESHOLDS = ("0.5", "0.6", "0.75", "0.85", "0.95")
-CURVE_COLUMNS = 60
+CURVE_COLUMNS = 60  # Width of the loss curve, in characters.
 LOSSES = {"heads": "KL to the last layer, nats", "probe": "binary cross-entropy, nats"}
 
 
@@ -90,12 +89,12 @@ def training_options(settings: type[HeadSettings] | type[ProbeSettings]) -> Deco
             type=value_types.FILE,
             help="Prompts, one JSON object per line; - is standard input; may be repeated.",
         ),
-        options.task("result", "What to store it under.  [default: the prompts' own task, or mixed]"),
+        options.task("result", "Task to store the result under.  [default: the prompts' task; mixed if several]"),
         option(commands.PROMPTS, "--limit", type=positive, help="Use only the first prompts of each stream."),
         field("epochs", "Passes over all positions."),
-        field("minutes", "End training after so long; completing the prompts is extra."),
-        field("learning_rate", "Adam's, at its highest."),
-        field("seed", "Seed of the order and of every draw."),
+        field("minutes", "Time limit of the training, without the completion of the prompts."),
+        field("learning_rate", "Adam's highest learning rate."),
+        field("seed", "Seed of the order of prompts and positions, and of sampling."),
         options.machine(TuneRequest, "max_new_tokens"),
         options.pictures("Draw the loss curve to a file."),
         options.db_and_json,
@@ -111,14 +110,14 @@ def training_options(settings: type[HeadSettings] | type[ProbeSettings]) -> Deco
     "Layers run before each head.  [default: 0.6, 0.73 and 0.87 of the depth]",
     type=value_types.Parsed("N,N,…", _layers),
 )
-@option(TRAINING, "--full", is_flag=True, help="Train whole heads instead of transforms before the model's own head.")
+@option(TRAINING, "--full", is_flag=True, help="Train full heads instead of transforms in front of the model's head.")
 @commands.example("heads train --model smollm2-135m --stream prompts.jsonl --task code --minutes 10")
 def train_heads(pictures: Pictures, **values: Any) -> Result:
     """Train heads that predict the last layer's token after some layers, on the model's own greedy completions.
 
     The model itself does not change. A tenth of the prompts is held out for the figures. Several --stream give one set
-    of heads for all, stored for the task `mixed`. If interrupted, the same command resumes. The paper trains for 100
-    epochs; use --epochs 100 if you have the time.
+    of heads for all, stored under the task `mixed`. After an interruption, the same command continues. The paper trains
+    for 100 epochs; use --epochs 100 if you have the time.
     """
     return _train_and_print("heads", pick(HeadSettings, values), pictures, values)
 
@@ -126,12 +125,12 @@ def train_heads(pictures: Pictures, **values: Any) -> Result:
 @probe.command("train", short_help="Train a probe on a model's own completions.")
 @training_options(ProbeSettings)
 @from_field(TRAINING, ProbeSettings, "layer", "Layers run before the exit.  [default: a quarter of the depth]")
-@from_field(TRAINING, ProbeSettings, "sampling", "How the exit's token is chosen, and which tokens count as accepted.")
+@from_field(TRAINING, ProbeSettings, "sampling", "How the exit's token is chosen and accepted: greedily, or by top-p.")
 @commands.example("probe train --model smollm2-135m --stream prompts.jsonl --task code --sampling top-p")
 def train_probe(pictures: Pictures, **values: Any) -> Result:
     """Train a probe that predicts from an early state whether the token read there will be accepted.
 
-    A tenth of the prompts of the stream is held out for the figures. If interrupted, the same command resumes.
+    A tenth of the prompts is held out for the figures. After an interruption, the same command continues.
     """
     return _train_and_print("probe", pick(ProbeSettings, values), pictures, values)
 
@@ -140,9 +139,7 @@ def _train_and_print(
     kind: LearnedKind, settings: HeadSettings | ProbeSettings, pictures: Pictures, values: dict[str, Any]
 ) -> Result:
     prompts = [
-        stream_prompt
-        for stream_path in values["streams"]
-        for stream_prompt in read_stream(stream_path, values["task"], values["limit"])
+        prompt for stream in values["streams"] for prompt in read_stream(stream, values["task"], values["limit"])
     ]
     options.note_tasks(prompts)
     tasks = {prompt.task for prompt in prompts}
@@ -166,7 +163,7 @@ def _train_and_print(
 
 
 class StepPrinter:
-    """Prints training progress to stderr: remarks at once, progress every few seconds."""
+    """Prints training progress to stderr: remarks at once, progress at most every `PRINT_INTERVAL_S` seconds."""
 
     def __init__(self) -> None:
         self._printed_at_s = 0.0
@@ -188,7 +185,7 @@ class StepPrinter:
 # --- commands: `layers search` and presets of `tune`
 
 
-@commands.command(short_help="Self-SD's offline search for a layer set.")
+@commands.command(short_help="Search a layer set offline, as Self-SD does.")
 @options.model_and_stream
 @options.task("result", "Task to store the set under.  [default: the first prompt's own]")
 @commands.option(
@@ -210,15 +207,15 @@ class StepPrinter:
 )
 @options.read
 def search(prompts: Sequence[Prompt], max_steps: int, minutes: float | None, db: str | None, **values: Any) -> Result:
-    """Search all sub-layers by Bayesian optimisation; a candidate's score is Self-SD's tokens per second with it.
+    """Search a layer set by Bayesian optimisation over all sub-layers; the score is Self-SD's speed with the set.
 
     The set is stored for the method self-sd; the best plan does not change until `swiftopt compare` finds it faster.
     """
     request = decoding_request(values)
 
     def show_candidate(number: int, candidate: Any) -> None:
-        skipped = candidate.layer_set.n_skipped
-        note(f"candidate {number}: {skipped} sub-layers skipped, {candidate.ratio:.2f}x plain decoding")
+        n_skipped = candidate.layer_set.n_skipped
+        note(f"candidate {number}: {n_skipped} sub-layers skipped, {candidate.ratio:.2f}x plain decoding")
 
     max_search_s = float("inf") if minutes is None else 60 * minutes
     with open_store(db) as store:
@@ -240,9 +237,9 @@ def search(prompts: Sequence[Prompt], max_steps: int, minutes: float | None, db:
 
 
 def tune_preset(pictures: Pictures, values: dict[str, Any]) -> Result | None:
-    """Create the parts of a paper's method on most prompts, and compare it with plain decoding on the others.
+    """Make the parts of a paper's method on most prompts, and compare it with plain decoding on the held-out ones.
 
-    None: no preset is named, or its layer set is tuned in the usual way.
+    Returns: the comparison; None if no preset is named, or if the usual tuning makes its layer set.
     """
     name = values["preset"]
     if name is None or preset_of(name).is_tuned:

@@ -1,12 +1,12 @@
 """Early exit: heads at intermediate layers, acceptance probes, and passes whose rows are at different layers.
 
-Heads and probes are trained on a frozen model. The store keeps them, and `export` writes them, as safetensors files.
+Heads and probes are trained on a frozen model. The store keeps them as safetensors files, and `export` writes these.
 
-`StackedLayers` advances several rows, each at a different layer, by one layer in a single step. Parameters of the same
-name are stacked in one tensor (layers, …), and the model's own parameters become views of it, so no weight is stored
-twice. Save such a model with `save_pretrained`, since safetensors' `save_model` refuses views; after moving or casting
-the model, build new stacks. If the rows' layers are evenly spaced, a step reads a strided view of the stack, otherwise
-a copy of these layers' weights. Source: ParaDecode 2.2, "Batched matrix operations for parallelization".
+`StackedLayers` advances several rows, each at a different layer, by one layer in a single step. The parameters of all
+layers are stacked in one tensor (layers, …) per name, and the model's own parameters become views of it, so no weight
+is stored twice. Save such a model with `save_pretrained`: safetensors' `save_model` refuses views. Build new stacks
+after moving or casting the model. If the rows' layers are evenly spaced, a step reads a strided view of the stack,
+otherwise a copy of these layers' weights. Source: ParaDecode 2.2, "Batched matrix operations for parallelization".
 """
 
 from __future__ import annotations
@@ -45,16 +45,16 @@ Pick = slice | Tensor  # Selects layers of a stack: a strided slice or an index 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Heads:
-    """Light heads: at depth l (layers run), the head's weights E* · T with T (hidden, hidden) of that depth.
+    """Lightweight LM heads: the head at a depth (number of layers run) has the weights E* · T, E* the model's own head.
 
-    DEVIATION: the final norm is applied to the state before T, which AdaDecode 2.1 does not say; T = identity is then
-    the model's own head read early, the paper's ablation, and training starts from there.
+    DEVIATION: the final norm is applied to the state before T, which AdaDecode 2.1 does not mention. With T = identity
+    this is the model's own head at an intermediate layer, as in the paper's ablation, and training starts from there.
     """
 
     KIND: ClassVar[LearnedKind] = "heads"
 
     transforms: Mapping[int, Tensor]  # Depth -> T (hidden_size, hidden_size), in the model's dtype.
-    full: bool = False  # True: `transforms` holds whole heads (vocab, hidden_size), "full-parameterized" in Table 3.
+    full: bool = False  # True: `transforms` holds full heads (vocab, hidden_size), "full-parameterized" in Table 3.
 
     @property
     def depths(self) -> tuple[int, ...]:
@@ -63,11 +63,11 @@ class Heads:
     def logits(self, runtime: Runtime, depth: int, hidden: Tensor) -> Tensor:
         """Return the logits (rows, vocab) of states (rows, hidden_size) after `depth` layers."""
         transform = self.transforms[depth]
-        moved = F.linear(runtime.normed(hidden).to(transform.device), transform)
-        return moved.to(runtime.device) if self.full else runtime.head(moved)
+        transformed = F.linear(runtime.normed(hidden).to(transform.device), transform)
+        return transformed.to(runtime.device) if self.full else runtime.head(transformed)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the weights by their names in a file: `head.DEPTH` each."""
+        """Return the weights by their names in a file: `head.DEPTH` for each head."""
         return {f"head.{depth}": self.transforms[depth] for depth in self.depths}
 
 
@@ -75,14 +75,14 @@ class Heads:
 class Probe:
     """A linear probe: the probability σ(v · h + b) that the token read from the state h at `depth` is accepted.
 
-    Source: AdaSPEED II.B. `direction` is float32 (hidden_size,).
+    Source: AdaSPEED II.B.
     """
 
     KIND: ClassVar[LearnedKind] = "probe"
 
     depth: int
-    direction: Tensor
-    bias: float
+    direction: Tensor  # v, float32 (hidden_size,).
+    bias: float  # b.
 
     @property
     def depths(self) -> tuple[int, ...]:
@@ -100,12 +100,12 @@ class Probe:
 class StagedPass:
     """A chain of rows at slots `first_slot`, `first_slot` + 1, …, which may have run different numbers of layers.
 
-    Early exit reads a row at an intermediate layer and starts the next one. The row's deeper layers are deferred until
-    a later row needs their keys and values, and then run for every waiting row in one pass over the weights; nothing is
-    run twice. A later row is never deeper than an earlier one: advancing the newest row to a layer brings the waiting
-    ones along from wherever they stopped. The work is yielded as passes over ranges of layers.
+    Early exit reads a row at an intermediate layer and starts the next row. The deeper layers of the first one are
+    deferred until a later row needs their keys and values. One pass over these layers then runs all rows that wait for
+    them, so no layer of a row runs twice. A row is never deeper than the rows before it. All work is yielded as passes
+    over ranges of layers.
 
-    Source: AdaDecode 2.2, Algorithm 1; LayerSkip's verification is the case of one depth for all.
+    Source: AdaDecode 2.2, Algorithm 1. In LayerSkip, all draft rows wait at the same depth.
     """
 
     def __init__(self, runtime: Runtime, buffer: KVBuffer, first_slot: int) -> None:
@@ -135,11 +135,11 @@ class StagedPass:
     ) -> Generator[Pass, Tensor, Tensor]:
         """Run every row to at least `depth` layers; return the newest row's logits (1, vocab) at that depth.
 
-        Args: with_logits: False: return an empty tensor instead of logits. kind: see `Pass`.
+        Args: with_logits: if False, an empty tensor is returned. kind: see `Pass`.
         """
         logits = self.newest[:0]
         while self.depths[-1] < depth:
-            # The last rows that have all run as many layers as the newest one continue in one pass.
+            # All rows that have run as many layers as the newest one continue together, up to the next deeper row.
             first_row = self.depths.index(self.depths[-1])
             end_depth = min(depth, self.depths[first_row - 1]) if first_row else depth
             read_rows = (self.n_rows - first_row - 1,) if with_logits and end_depth == depth else ()
@@ -148,12 +148,11 @@ class StagedPass:
 
     def finish(self) -> Generator[Pass, Tensor, Tensor]:
         """Run the remaining layers of every row; return the final logits (rows, vocab)."""
-        # Brings every row to the depth of the deepest, which is the first row.
-        yield from self.advance(self.depths[0], kind="check")
+        yield from self.advance(self.depths[0], kind="check")  # To the depth of the first row, which is the deepest.
         return (yield from self._run_rows(0, self.runtime.n_layers, None, "check"))
 
     def _token_ids(self, first_row: int) -> Sequence[int] | Tensor:
-        """Return the token ids of the rows from `first_row` on, where their layers read them; else zeros."""
+        """Return the token ids of the rows from `first_row` on if the model's layers read them, else zeros."""
         tokens = self._tokens[first_row:]
         if self.runtime.layer_inputs is None:
             return [0] * len(tokens)
@@ -201,7 +200,8 @@ def learned_from_bytes(kind: LearnedKind, data: bytes, runtime: Runtime) -> Head
             f"the {kind} cannot be read as safetensors of swiftopt: train or export them again"
         ) from error
     if (metadata.get("schema"), metadata.get("kind")) != (SCHEMA, kind):
-        raise InvalidInput(f"this file holds {metadata.get('kind', 'nothing known')}, not {kind}: name another one")
+        content = metadata.get("kind", "tensors of another program")
+        raise InvalidInput(f"this file holds {content}, not {kind}: give a file that swiftopt wrote for {kind}")
     if metadata.get("fingerprint") != runtime.info.fingerprint:
         raise InvalidInput(
             f"the {kind} were trained on {metadata.get('model')} ({metadata.get('fingerprint')}), but this model is"
@@ -210,7 +210,7 @@ def learned_from_bytes(kind: LearnedKind, data: bytes, runtime: Runtime) -> Head
     for depth in depths:
         if not 0 < depth < runtime.n_layers:
             raise InvalidInput(
-                f"the {kind} sit after layer {depth}, but this model has {runtime.n_layers}: train it again"
+                f"the {kind} read the state after {depth} layers, but this model has {runtime.n_layers}: train again"
             )
     hidden_size = int(runtime.config.get_text_config().hidden_size)
     if kind == "probe":
@@ -225,7 +225,7 @@ def _checked_tensor(tensors: Mapping[str, Tensor], name: str, shape: tuple[int, 
     tensor = tensors.get(name)
     if tensor is None or tuple(tensor.shape) != shape:
         problem = "is missing" if tensor is None else f"has the shape {tuple(tensor.shape)}"
-        raise InvalidInput(f"the tensor {name!r} {problem}, but {shape} was expected: train or export it again")
+        raise InvalidInput(f"the tensor {name!r} {problem}, but {shape} was expected: train or export again")
     return tensor
 
 
@@ -239,7 +239,7 @@ class _ChosenLayers:
 class StackedLayers:
     """All layers of a runtime as one batched layer.
 
-    Raises: UnsupportedModel: the layers differ in shape, dtype or rotation, or are on several devices.
+    Raises: UnsupportedModel: the layers differ in form, shape, dtype or rotation, or are on several devices.
     """
 
     def __init__(self, runtime: Runtime) -> None:
@@ -260,8 +260,7 @@ class StackedLayers:
         self.runtime = runtime
         self._chosen_layers = _ChosenLayers(slice(None))
         if runtime.exact:
-            # `step` runs exact runtimes layer by layer, which gives the same bits as a pass and needs no stacks.
-            return
+            return  # `step` runs layer by layer, which gives the same bits as a pass and needs no stacks.
         modules: dict[str, list[Any]] = {
             field.name: [getattr(block.parts, field.name) for block in runtime.blocks] for field in fields(LayerModules)
         }
@@ -281,9 +280,11 @@ class StackedLayers:
 
     @torch.inference_mode()
     def step(self, hidden: Tensor, layers: Sequence[int], slots: Sequence[int], buffer: KVBuffer) -> Tensor:
-        """Run row i of `hidden` (rows, hidden_size), which is at slot and position slots[i], through layers[i].
+        """Run row i of `hidden` (rows, hidden_size), at slot and position slots[i], through layer layers[i].
 
-        Each layer must hold the keys and values of all earlier slots, and no two rows may be at the same layer.
+        The layer must hold the keys and values of all earlier slots, and no two rows may be at the same layer.
+
+        Returns: the rows' states after their layers, (rows, hidden_size).
         """
         runtime = self.runtime
         if runtime.exact:
@@ -296,19 +297,20 @@ class StackedLayers:
             for block, slot in blocks_and_slots
             if (table := runtime.rotation(block.layer_type, block.device, slot + 1)) is not None
         ]
-        first = runtime.blocks[0]
+        block_form = runtime.blocks[0]  # Its scalars and flags are those of every layer.
         states = normed(self._parts.attn_norm, hidden)
-        query, key, value = queries_keys_values(first, self._parts, states, joined_rotation(rotations))
-        attention_rows = []  # Attention output of each row over its own layer's keys and values.
+        query, key, value = queries_keys_values(block_form, self._parts, states, joined_rotation(rotations))
+        attention_rows = []  # Attention output of each row over its layer's keys and values.
         for row, (block, slot) in enumerate(blocks_and_slots):
             keys, values = buffer.keys[block.index], buffer.values[block.index]
             keys[:, slot], values[:, slot] = key[row], value[row]
             visible_slots = slice(0 if block.window is None else max(0, block.window.oldest(slot)), slot + 1)
             seen = keys[:, visible_slots], values[:, visible_slots]
             attention_rows.append(attend(query[row : row + 1], *seen, None, block.scaling, block.softcap, block.sinks))
-        after_attention = hidden + first.added(attention_out(first, self._parts, torch.cat(attention_rows)))
-        read = hidden if runtime.parallel else after_attention
-        return after_attention + first.added(mlp_out(self._parts, normed(self._parts.mlp_norm, read)))
+        attention = attention_out(block_form, self._parts, torch.cat(attention_rows))
+        after_attention = hidden + block_form.added(attention)
+        mlp_input = hidden if runtime.parallel else after_attention
+        return after_attention + block_form.added(mlp_out(self._parts, normed(self._parts.mlp_norm, mlp_input)))
 
 
 class _Linear(nn.Module):
@@ -342,11 +344,9 @@ class _PerRow:
 
     def __init__(self, modules: Sequence[nn.Module], chosen: _ChosenLayers) -> None:
         params, buffers = _stack_parameters(modules)
-        self._skeleton, self._state, self._chosen_layers = (
-            copy.deepcopy(modules[0]).to("meta"),
-            {**params, **buffers},
-            chosen,
-        )
+        self._skeleton = copy.deepcopy(modules[0]).to("meta")
+        self._state = {**params, **buffers}
+        self._chosen_layers = chosen
 
     def __call__(self, x: Tensor) -> Tensor:
         state = {name: tensor[self._chosen_layers.layers] for name, tensor in self._state.items()}
@@ -363,7 +363,7 @@ def _stack_modules(modules: Sequence[Any], chosen: _ChosenLayers) -> Callable[[T
         for module in modules
     ]
     if any(shape != shapes[0] for shape in shapes):
-        raise UnsupportedModel("the layers of this model are not alike, and paradecode stacks them: use adadecode")
+        raise UnsupportedModel("paradecode stacks layers, and those of this model differ in shape: use adadecode")
     if has_linears(modules[0]):
         # Run the module's own code with stacked linear maps; its other operations work row by row.
         return replaced(modules, lambda linear_maps: _Linear(linear_maps, chosen))
@@ -371,6 +371,7 @@ def _stack_modules(modules: Sequence[Any], chosen: _ChosenLayers) -> Callable[[T
 
 
 def _stack_parameters(modules: Sequence[nn.Module]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return the parameters and the buffers of the modules by name, each stacked as (layers, …)."""
     params: dict[str, Tensor] = {}
     for name, _ in modules[0].named_parameters():
         parameters = [module.get_parameter(name) for module in modules]
@@ -387,27 +388,21 @@ def _stack_parameters(modules: Sequence[nn.Module]) -> tuple[dict[str, Tensor], 
 
 
 def _find_stack(parameters: Sequence[nn.Parameter]) -> Tensor | None:
-    """Return the stacked tensor if the parameters are already views of one, from an earlier use of the model."""
-    first_parameter = parameters[0].data
-    n_bytes = first_parameter.numel() * first_parameter.element_size()
-    is_contiguous = all(
-        parameter.data.is_contiguous() and parameter.data.data_ptr() == first_parameter.data_ptr() + index * n_bytes
+    """Return the stacked tensor if the parameters are already views of one, from earlier stacks of the model."""
+    first = parameters[0].data
+    n_bytes, storage = first.numel() * first.element_size(), first.untyped_storage()
+    are_adjacent = all(
+        parameter.data.is_contiguous() and parameter.data.data_ptr() == first.data_ptr() + index * n_bytes
         for index, parameter in enumerate(parameters)
     )
-    storage = first_parameter.untyped_storage()
-    if (
-        not is_contiguous
-        or storage.data_ptr() != first_parameter.data_ptr()
-        or storage.nbytes() != n_bytes * len(parameters)
-    ):
+    fill_storage = storage.data_ptr() == first.data_ptr() and storage.nbytes() == n_bytes * len(parameters)
+    if not (are_adjacent and fill_storage):
         return None
-    return first_parameter.as_strided(
-        (len(parameters), *first_parameter.shape), (first_parameter.numel(), *first_parameter.stride()), 0
-    )
+    return first.as_strided((len(parameters), *first.shape), (first.numel(), *first.stride()), 0)
 
 
 def _layer_index(layers: Sequence[int], device: torch.device) -> Pick:
-    """Return the layers as a strided slice if evenly spaced and ascending, else as an index tensor."""
+    """Return the layers as a strided slice if they ascend in equal steps, else as an index tensor."""
     if len(layers) == 1:
         return slice(layers[0], layers[0] + 1)
     stride = layers[1] - layers[0]

@@ -1,4 +1,4 @@
-"""Makes heads, probes and Self-SD's layer sets: in full by a command, briefly if a comparison lacks them."""
+"""Makes heads, probes and Self-SD's layer sets: in full for a command, briefly where a comparison lacks them."""
 
 from __future__ import annotations
 
@@ -33,21 +33,21 @@ from .training.trainer import train
 # Time limits in seconds of a brief layer search, head training and probe training.
 SELF_SD_S, HEADS_S, PROBE_S = 15.0, 22.0, 8.0
 BRIEF_EPOCHS = 1000  # Larger than any brief training can reach: the time limit ends the training.
-# Minimum max_new_tokens of the training completions; shorter ones give too few training positions.
-MIN_TOKENS = 48
-# New tokens and prompts decoded per candidate, kept small so that several candidates fit into SELF_SD_S.
+MIN_TOKENS = 48  # Minimum max_new_tokens of training completions; shorter ones give too few training positions.
+# New tokens and prompts decoded per candidate, few enough that several candidates fit into SELF_SD_S.
 SELF_SD_TOKENS, SELF_SD_PROMPTS = 24, 2
 
 
 def _train_part(kind: LearnedKind, recipes: MakingRecipes, preset: Preset | None) -> LearnedRecord:
+    """Train heads or a probe: with a preset's settings, otherwise for `HEADS_S` or `PROBE_S` seconds."""
     part_name, seconds = ("heads", HEADS_S) if kind == "heads" else ("a probe", PROBE_S)
     started, runtime = perf_counter(), recipes.runtime
     n_tokens = max(MIN_TOKENS, recipes.session.max_new_tokens)
     brief_settings: Mapping[str, Any] = {"epochs": BRIEF_EPOCHS} if kind == "heads" else {}
     settings_class = HeadSettings if kind == "heads" else ProbeSettings
     settings = settings_class(**(brief_settings if preset is None else preset.making), max_new_tokens=n_tokens)
-    how_words = f"by {seconds:.0f} s of training" if preset is None else f"by {settings.epochs} epochs of training"
-    recipes.on_step(f"make: {part_name}, {how_words}")
+    duration = f"{seconds:.0f} s" if preset is None else f"{settings.epochs} epochs"
+    recipes.on_step(f"make: {part_name}, by {duration} of training")
     trained = train(runtime, recipes.prompts, settings, budget_s=seconds if preset is None else None)
     recipes.record_part(kind, f"{trained.figures['steps']:.0f} steps of training", perf_counter() - started)
     values = {**settings.to_json(), "brief": preset is None}
@@ -64,21 +64,17 @@ make_heads, make_probe = partial(_train_part, "heads"), partial(_train_part, "pr
 def make_self_sd_set(recipes: MakingRecipes, preset: Preset | None) -> LayerSetRecord:
     """Search a layer set for Self-SD: with a preset's settings, otherwise for `SELF_SD_S` seconds."""
     search_settings = dict(preset.making if preset is not None else {})
-    how_words = (
-        f"{SELF_SD_S:.0f} s of its search"
-        if preset is None
-        else f"{search_settings['max_steps']} candidates of its search"
-    )
-    recipes.on_step(f"make: Self-SD's layer set, by {how_words}")
+    duration = f"{SELF_SD_S:.0f} s" if preset is None else f"{search_settings['max_steps']} candidates"
+    recipes.on_step(f"make: Self-SD's layer set, by {duration} of its search")
     n_tokens, n_prompts = recipes.session.max_new_tokens, search_settings.pop("n_prompts", SELF_SD_PROMPTS)
     session, budget_s = recipes.session, math.inf
     if preset is None:
         session, budget_s = Session(recipes.runtime, session.sampling, min(SELF_SD_TOKENS, n_tokens)), SELF_SD_S
     else:
         search_settings["settings"] = method_info("self-sd").settings_from(preset.settings)
-    search_found = self_sd.search(session, recipes.prompts[:n_prompts], budget_s=budget_s, **search_settings)
-    recipes.record_part("Self-SD's layer set", f"{len(search_found.candidates)} candidates", search_found.seconds)
-    return recipes.keep_layer_set("self-sd", search_found.best.layer_set)
+    search = self_sd.search(session, recipes.prompts[:n_prompts], budget_s=budget_s, **search_settings)
+    recipes.record_part("Self-SD's layer set", f"{len(search.candidates)} candidates", search.seconds)
+    return recipes.keep_layer_set("self-sd", search.best.layer_set)
 
 
 def search_offline(
@@ -90,16 +86,16 @@ def search_offline(
     on_step: OnStep,
     on_candidate: Callable[[int, Candidate], None],
 ) -> tuple[LayerSetRecord, SelfSdSearch]:
-    """Run Self-SD's search on all of `prompts` and store the best set without promoting it to the task's best plan.
+    """Run Self-SD's search on all prompts and store the best set, which does not become the task's best plan.
 
-    The set's speedup is not stored: the search maximised it on its own prompts, so it is biased.
+    The set's speedup is not stored: it is biased, because the search maximised it on the same prompts.
 
     Raises: InvalidInput, ContextOverflow: a prompt cannot be decoded with this model.
     """
     session, seed = open_session(request, prompts, store, on_step), request.sampling.seed
-    search_found = self_sd.search(session, prompts, max_steps, budget_s, seed=seed, on_candidate=on_candidate)
-    record = set_record(session.runtime, request.model, request.task or prompts[0].task, search_found.best.layer_set)
-    return store.add_layer_set(record, plan_method="self-sd", promote=False), search_found
+    search = self_sd.search(session, prompts, max_steps, budget_s, seed=seed, on_candidate=on_candidate)
+    record = set_record(session.runtime, request.model, request.task or prompts[0].task, search.best.layer_set)
+    return store.add_layer_set(record, plan_method="self-sd", promote=False), search
 
 
 def train_and_store(
@@ -110,9 +106,9 @@ def train_and_store(
     on_step: OnTrainingStep,
     on_load: OnStep | None = None,
 ) -> LearnedRecord:
-    """Train heads or a probe for the request's model and task; return the stored record.
+    """Train heads or a probe for the request's model and task, store them, and return their record.
 
-    An interrupted run continues from its checkpoint.
+    A run that was interrupted continues from its checkpoint.
 
     Raises: SettingsError: a layer is out of range. InvalidInput: the stream or its completions are too short.
             OutputError: the checkpoint cannot be written.
@@ -143,7 +139,7 @@ def learned_record(
     settings: Mapping[str, Any],
     stream: str | None = None,
 ) -> LearnedRecord:
-    """Describe heads or a probe trained for a task of the model; `model` is the name that the caller used."""
+    """Return the record of heads or a probe trained for a task; `model` is the name by which the caller loaded it."""
     return LearnedRecord(
         kind=trained.model.KIND,
         model=model,

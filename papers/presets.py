@@ -1,4 +1,4 @@
-"""Presets (`--preset`) that run the papers' methods with exactly the papers' settings."""
+"""Presets (`--preset`): the papers' methods with the papers' settings."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from collections.abc import Mapping
 
 from ..core.settings import Preset
 
-# Heads sit after a quarter, half and three quarters of the layers: after 8, 16 and 24 of 32.
+# Heads after a quarter, half and three quarters of the layers: after 8, 16 and 24 of 32 (Figure 3 of both papers).
 _HEADS = {"learning_rate": 5e-3, "batch": 128, "warm_up": 0.03, "shares": (0.25, 0.5, 0.75)}
 _WARPING = {"top_k": 10, "top_p": 0.9}
 
 PRESETS: Mapping[str, Preset] = {
     "self-sd": Preset(
         "self-sd",
-        "AdaDecode B, C.1",
+        "AdaDecode C",
         {"stop_threshold": 0.6, "max_draft_length": 12},
         {"max_steps": 200, "n_prompts": 4, "uniform_starts": False},
     ),

@@ -1,6 +1,6 @@
-"""Self-SD's offline search: Bayesian optimisation over all 2L sub-layers that maximises tokens per second.
+"""Self-SD's offline search: Bayesian optimisation over all 2L sub-layers for the highest tokens per second.
 
-Source: Draft & Verify (arXiv:2309.08168), Eq. 1 and section 3.2; SWIFT 3.1 on its cost.
+Source: Draft & Verify (arXiv:2309.08168), Eq. 1 and section 3.2; SWIFT 3.1 describes its cost.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from .methods.chains import AdaptiveThreshold
 
 MAX_STEPS = 200  # Candidates tried, as in AdaDecode's appendix C; Draft & Verify uses 1,000.
 SKIP_THRESHOLD = 0.5  # Sub-layers whose coordinate in the search cube exceeds this value are skipped.
-START_RATIOS = (0.2, 0.35, 0.5)  # Skip ratios of the evenly spaced layer sets that the search tries first.
+START_RATIOS = (0.2, 0.35, 0.5)  # Skip ratios of the uniform layer sets that the search tries first.
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A layer set with Self-SD's tokens per second and those of a plain run made right after it (`plain_tok_s`)."""
+    """A layer set and Self-SD's speed with it, in tokens per second."""
 
     layer_set: LayerSet
     tok_s: float
-    plain_tok_s: float
+    plain_tok_s: float  # Speed of the plain run right after it.
 
     @property
     def ratio(self) -> float:
@@ -65,13 +65,13 @@ def search(
 ) -> SelfSdSearch:
     """Find the layer set with which Self-SD is fastest on `prompts`, which are decoded once per candidate.
 
-    DEVIATION: with `uniform_starts` the search starts from evenly spaced sets: few of the random halves that the cube's
-    points mean give one accepted token, and a search of some dozen steps would learn nothing else. It maximises the
-    ratio to a plain run made right after each candidate, not tokens per second, which also change with the machine's
-    load.
+    DEVIATION: with `uniform_starts` the search first tries uniform sets. A random point of the cube skips half of the
+    sub-layers, and with few of these sets a single token is accepted, so a search of some dozen steps would learn
+    nothing. The score is the ratio to a plain run right after each candidate: tokens per second also depend on the
+    machine's load.
 
     Args:   budget_s: seconds after which no candidate is started. settings: Self-SD's settings for all candidates.
-    Raises: InvalidInput: there is no prompt, or the model has no sub-layer to leave out.
+    Raises: InvalidInput: there is no prompt, or the model has no layers.
     """
     n_layers = session.runtime.n_layers
     if not prompts or not n_layers:
@@ -84,7 +84,7 @@ def search(
         point = _propose(points, starts, n_layers, seed)
         layer_set = _point_to_layer_set(point)
         method = build("self-sd", Resources(session.runtime, layer_set), settings)
-        candidate = Candidate(layer_set, *(_speed(session, prompts, method_timed) for method_timed in (method, PLAIN)))
+        candidate = Candidate(layer_set, _speed(session, prompts, method), _speed(session, prompts, PLAIN))
         points.append((tuple(point), candidate.ratio))
         candidates.append(candidate)
         if on_candidate is not None:
@@ -94,7 +94,7 @@ def search(
 
 
 def _propose(points: Sequence[tuple[tuple[float, ...], float]], starts: list[Array], n_layers: int, seed: int) -> Array:
-    """Return the next point to try in the cube of 2L coordinates, those of attention first."""
+    """Return the next point to try in the cube of 2L coordinates, first those of attention, then those of MLPs."""
     if len(points) < len(starts):
         return starts[len(points)]
     if not points:  # The first point of a search without start points is random.
@@ -103,12 +103,10 @@ def _propose(points: Sequence[tuple[tuple[float, ...], float]], starts: list[Arr
 
 
 def _start_points(n_layers: int) -> list[Array]:
-    """Return distinct points of evenly spaced sets; the library prints to stdout if a point repeats."""
+    """Return the points of uniform sets, without duplicates: for these the library prints to stdout."""
     sets = dict.fromkeys(LayerSet.uniform(n_layers, n_skipped_for(n_layers, ratio)) for ratio in START_RATIOS)
-    skip_rows = [
-        [start_set.skips(kind, layer) for kind in ("attn", "mlp") for layer in range(n_layers)] for start_set in sets
-    ]
-    return [np.where(row, 0.75, 0.25) for row in skip_rows]
+    skips = ([one.skips(kind, layer) for kind in ("attn", "mlp") for layer in range(n_layers)] for one in sets)
+    return [np.where(row, 0.75, 0.25) for row in skips]
 
 
 def _point_to_layer_set(point: Array) -> LayerSet:
@@ -117,7 +115,7 @@ def _point_to_layer_set(point: Array) -> LayerSet:
 
 
 def _speed(session: Session, prompts: Sequence[Prompt], method: Method) -> float:
-    """Decode whole requests and return tokens per second."""
+    """Decode the prompts' first turns with a method; return tokens per second, prefill included."""
     n_tokens, total_s = 0, 0.0
     for prompt in prompts:
         completion = next(iter(session.run(prompt, method)))[1]

@@ -1,9 +1,10 @@
-"""The papers' tables and figures, repeated on one machine: a command each, and a page of our numbers next to theirs.
+"""The papers' tables and figures, repeated on one machine: one command each, and a page of our numbers next to theirs.
 
-    python -m swiftopt.papers.tables --model MODEL --stream FILE [--only swift] [--limit 6]   runs, keeps the results
-    python -m swiftopt.papers.tables --write                                                  puts them into the page
+    python -m swiftopt.papers.tables --model MODEL --stream FILE [--only swift] [--limit 6]   runs and stores results
+    python -m swiftopt.papers.tables --write                                                  writes the page from them
 
-Results lie in bench/results/papers, one file per entry, in the form of those in bench/results (`tables.py`).
+Results are stored in bench/results/papers, one file per entry, in the form of the files in bench/results
+(`bench/tables.py`).
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from ..bench.micro import RANK_SCHEMA
+from ..bench.stream_shift import RUNS as SHIFT_RUNS
 from ..bench.stream_shift import SCHEMA as SHIFT_SCHEMA
 from ..bench.tables import RESULTS, ROOT, refresh
 from ..core.errors import SwiftoptError
@@ -44,12 +46,12 @@ DROPPED_KEYS = ("out", "database", "job")
 
 @dataclass(frozen=True, slots=True)
 class Repeated:
-    """A table or figure: the command that repeats it, and the paper's own numbers.
+    """A table or figure: `theirs`, the paper's own numbers, and the command that repeats it.
 
     `command` is a command line without model, stream and limit, which the caller adds; "": the ablation named `key`.
     `takes_limit` is False if the command reads the whole stream. `example` is the default stream; "": the command
     reads no stream. `module` is the Python module of the command (default: swiftopt, or the ablations). `first` is a
-    command that is run first, on the stream's lines after the limit, to make parts that `command` needs.
+    command that makes parts for `command`, and runs before it on the stream's lines after the limit.
     """
 
     key: str
@@ -64,7 +66,7 @@ class Repeated:
 
     @property
     def program(self) -> str:
-        """Python module that the entry's command runs."""
+        """Name of the Python module that runs the command."""
         return self.module or ("swiftopt" if self.command else ABLATE)
 
 
@@ -211,9 +213,10 @@ PAPERS: tuple[Repeated, ...] = (
 
 
 def command_of(entry: Repeated, model: str, stream: str | None, limit: int | None) -> list[str]:
-    words = [*shlex.split(entry.command or f"{entry.key} {GREEDY}"), "--model", model]
-    words += ["--stream", stream or entry.example] if entry.example else []
-    return [*words, "--limit", str(limit)] if limit is not None and entry.takes_limit else words
+    """Return the arguments of the entry's program."""
+    arguments = [*shlex.split(entry.command or f"{entry.key} {GREEDY}"), "--model", model]
+    arguments += ["--stream", stream or entry.example] if entry.example else []
+    return [*arguments, "--limit", str(limit)] if limit is not None and entry.takes_limit else arguments
 
 
 def run(entry: Repeated, model: str, stream: str | None, limit: int | None, commit: str) -> bool:
@@ -223,13 +226,12 @@ def run(entry: Repeated, model: str, stream: str | None, limit: int | None, comm
     print(f"{entry.paper}, {entry.where}: {shown_command}", flush=True)
     folder = None if stream else ROOT  # The example streams' paths are relative to the repository root.
     if entry.first:
-        lines = (ROOT / (stream or entry.example)).read_text(encoding="utf-8").splitlines(keepends=True)
-        with tempfile.NamedTemporaryFile("w", suffix=".jsonl", encoding="utf-8") as others:
-            others.writelines(lines[limit:] or lines)
-            others.flush()
-            first_command = [*shlex.split(entry.first), "--model", model, "--stream", others.name]
+        with tempfile.NamedTemporaryFile("w", suffix=".jsonl", encoding="utf-8") as training_stream:
+            training_stream.writelines(training_lines(Path(stream) if stream else ROOT / entry.example, limit))
+            training_stream.flush()
+            first_command = [*shlex.split(entry.first), "--model", model, "--stream", training_stream.name]
             subprocess.run(
-                [sys.executable, "-m", "swiftopt", *first_command], stdout=subprocess.DEVNULL, cwd=ROOT, check=True
+                [sys.executable, "-m", "swiftopt", *first_command], stdout=subprocess.DEVNULL, cwd=folder, check=True
             )
     command = [sys.executable, "-m", entry.program, *arguments, "--json"]
     process = subprocess.run(command, stdout=subprocess.PIPE, cwd=folder, check=False)
@@ -248,8 +250,14 @@ def run(entry: Repeated, model: str, stream: str | None, limit: int | None, comm
     return True
 
 
+def training_lines(stream: Path, limit: int | None) -> list[str]:
+    """Return the stream's lines after the first `limit`, or all lines if there are no more."""
+    lines = stream.read_text(encoding="utf-8").splitlines(keepends=True)
+    return lines[limit:] or lines
+
+
 def table(folder: Path = FOLDER) -> str:
-    """Return all entries as a markdown table, with our figures where a result exists."""
+    """Return all entries as a Markdown table, with our figures where a result exists."""
     lines = ["| paper | where | the paper | here | file |", "|---|---|---|---|---|"]
     for entry in PAPERS:
         path = folder / f"{entry.key}.json"
@@ -263,7 +271,7 @@ def table(folder: Path = FOLDER) -> str:
 
 
 def figures(report: Mapping[str, Any]) -> Iterator[str]:
-    """Yield one short text of figures per row of a report."""
+    """Yield the figures of each row of a report in a few words."""
     if "tasks" in report:  # Only reports of `swiftopt tune` have this key.
         for task in report["tasks"]:
             layer_set, verdict = task["layer_set"], task["verdict"]
@@ -282,10 +290,8 @@ def figures(report: Mapping[str, Any]) -> Iterator[str]:
         return
     if report["schema"] == SHIFT_SCHEMA:
         for row in report["results"]:
-            acceptance_words = ", ".join(
-                f"{kind} {row[kind]['acceptance'] or 0:.2f}" for kind in ("own", "kept", "adapted")
-            )
-            yield f"{row['task']}: α {acceptance_words}"
+            rates = ", ".join(f"{run} {row[run]['acceptance'] or 0:.2f}" for run in SHIFT_RUNS)
+            yield f"{row['task']}: α {rates}"
         return
     label_key = "label" if report["schema"] == ABLATION_SCHEMA else "method"
     for row in report.get("rows", report.get("results", ())):
@@ -301,27 +307,23 @@ def figures(report: Mapping[str, Any]) -> Iterator[str]:
 def main(args: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2-135m")
-    parser.add_argument("--stream", help="by default the examples")
-    parser.add_argument("--limit", type=int, default=6)
-    parser.add_argument("--only", default="", help="entries whose key begins so")
-    parser.add_argument("--write", action="store_true", help="write docs/papers.md of the results that are there")
+    parser.add_argument("--stream", help="prompts, one JSON object per line (default: each entry's example)")
+    parser.add_argument("--limit", type=int, default=6, help="number of prompts (default: 6)")
+    parser.add_argument("--only", default="", metavar="PREFIX", help="run only entries whose key starts with PREFIX")
+    parser.add_argument("--write", action="store_true", help="run nothing; write docs/papers.md from the results")
     options = parser.parse_args(args)
     if options.write:
         PAGE.write_text(refresh(PAGE.read_text(encoding="utf-8"), table()), encoding="utf-8")
         return 0
     git = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
     commit = git.stdout.strip() or "unknown"
-    chosen_entries = [entry for entry in PAPERS if entry.key.startswith(options.only)]
+    entries = [entry for entry in PAPERS if entry.key.startswith(options.only)]
     failed_keys = [
-        chosen_entry.key
-        for chosen_entry in chosen_entries
-        if not run(chosen_entry, options.model, options.stream, options.limit, commit)
+        entry.key for entry in entries if not run(entry, options.model, options.stream, options.limit, commit)
     ]
-    print(
-        f"{len(chosen_entries) - len(failed_keys)} of {len(chosen_entries)} repeated"
-        + (f"; failed: {', '.join(failed_keys)}" if failed_keys else "")
-    )
-    return 1 if failed_keys or not chosen_entries else 0
+    failures = f"; failed: {', '.join(failed_keys)}" if failed_keys else ""
+    print(f"{len(entries) - len(failed_keys)} of {len(entries)} repeated{failures}")
+    return 1 if failed_keys or not entries else 0
 
 
 if __name__ == "__main__":

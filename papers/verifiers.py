@@ -1,7 +1,7 @@
-"""The papers' verifiers: the exact k-SEQ for several sampled tokens, and lossy ones.
+"""The papers' verifiers: k-SEQ, which is exact for several sampled tokens, and lossy verifiers.
 
-The lossy ones accept tokens that the target might not have drawn, for speed or for likelier text. They take chains and
-judge by the target's distribution as the model gives it (no temperature, no penalty).
+Lossy verifiers accept tokens that the target might not have drawn, for speed or for likelier text. They check chains
+only, against the target's distribution without temperature and penalties.
 """
 
 from __future__ import annotations
@@ -17,13 +17,15 @@ from ..decoding.verify import Target, Verifier, acceptance_chance, residual
 if TYPE_CHECKING:
     from torch import Tensor
 
-_BISECTIONS = 12  # Any divisor at or above the smallest one is exact; more steps barely raise acceptance.
+_BISECTIONS = 12  # Every divisor from the smallest valid one up is exact; more steps barely raise the acceptance.
 
 
 def k_seq(
     tokens: Tensor, draft_probs: Tensor, target_probs: Tensor, replaced: bool, tried_mask: Tensor | None
 ) -> Generator[Tensor, None, Tensor]:
-    """Try drafted tokens like `verify._weigh_one_by_one`, with the same acceptance rule for every try (k-SEQ).
+    """Weigh the drafted tokens of a node by k-SEQ: all tries have the same acceptance rule.
+
+    Args, yields and return value are those of `verify._weigh_one_by_one`.
 
     Source: SpecTr (arXiv:2310.15141).
     """
@@ -34,50 +36,51 @@ def k_seq(
     )
     for index, token in enumerate(tokens[..., None].unbind(dim=1)):
         yield acceptance_chance(accepted_probs, draft_probs, token) * is_tried[:, index, None]
-    chance_once = accepted_probs.sum(dim=1, keepdim=True).clamp(max=1.0)  # Probability that a single try is accepted.
-    gain = (_chance_of_any(chance_once, n_tries) / chance_once).where(chance_once > 0.0, n_tries)
+    one_try = accepted_probs.sum(dim=1, keepdim=True).clamp(max=1.0)  # Probability that a given try is accepted.
+    gain = (_any_accepted(one_try, n_tries) / one_try).where(one_try > 0.0, n_tries)
     return residual(target_probs, accepted_probs * gain)
 
 
-def _chance_of_any(chance: Tensor, n_tries: Tensor) -> Tensor:
-    return 1.0 - (1.0 - chance) ** n_tries
+def _any_accepted(one_try: Tensor, n_tries: Tensor) -> Tensor:
+    """Return the probability that any of `n_tries` tries is accepted, each with probability `one_try`."""
+    return 1.0 - (1.0 - one_try) ** n_tries
 
 
 def _find_divisor(target_probs: Tensor, draft_probs: Tensor, n_tries: Tensor, max_tries: int) -> Tensor:
-    """Return an upper bound, by bisection, on the smallest ρ in [1, n_tries] that keeps the output distribution exact.
+    """Return an upper bound on the smallest ρ in [1, n_tries] with which k-SEQ is exact, found by bisection.
 
-    Args:    n_tries: (n, 1), at most `max_tries`.
+    Args:    target_probs, draft_probs: (n, vocab). n_tries: (n, 1), at most `max_tries`.
     Returns: float64 (n, 1).
     """
     lower, upper = target_probs.new_ones(n_tries.shape), n_tries.to(target_probs.dtype)
     for _ in range(_BISECTIONS if max_tries > 1 else 0):
         middle = (lower + upper) / 2
-        chance_once = draft_probs.minimum(target_probs / middle).sum(dim=1, keepdim=True).clamp(max=1.0)
-        is_too_low = _chance_of_any(chance_once, n_tries) > middle * chance_once
+        one_try = draft_probs.minimum(target_probs / middle).sum(dim=1, keepdim=True).clamp(max=1.0)
+        is_too_low = _any_accepted(one_try, n_tries) > middle * one_try
         lower, upper = middle.where(is_too_low, lower), upper.where(is_too_low, middle)
     return upper
 
 
-class KeptPrefix(Verifier):
-    """Base of lossy verifiers: keeps a prefix of the chain, then adds the target's token if it has logits there."""
+class PrefixVerifier(Verifier):
+    """Base of lossy verifiers: accepts a prefix of the chain, then adds the target's token if it has logits there."""
 
     lossy = True
 
     def verify(self, draft: Draft, target: Target) -> Walk:
         assert draft.tree.is_chain
-        n_kept = self.n_kept(draft, target)
-        token_ids = draft.tree.token_ids[1 : n_kept + 1]
-        if n_kept < target.n_checked:
-            token_ids = (*token_ids, target.choose(n_kept, token_ids))
-        return Walk(tuple(range(1, n_kept + 1)), token_ids)
+        n_accepted = self.n_accepted(draft, target)
+        token_ids = draft.tree.token_ids[1 : n_accepted + 1]
+        if n_accepted < target.n_checked:
+            token_ids = (*token_ids, target.choose(n_accepted, token_ids))
+        return Walk(tuple(range(1, n_accepted + 1)), token_ids)
 
-    def n_kept(self, draft: Draft, target: Target) -> int:
-        """Return the number of kept tokens: all before the first one with weight 0."""
+    def n_accepted(self, draft: Draft, target: Target) -> int:
+        """Return the number of accepted draft tokens: all before the first one with weight 0."""
         weights = self._weights(draft, target)
         return next((n_before for n_before, weight in enumerate(weights) if not weight), len(weights))
 
     def _weights(self, draft: Draft, target: Target) -> Sequence[float]:
-        """Return a weight for each draft token for which the target has logits."""
+        """Return the weight of each draft token for which the target has logits."""
         return next((next(target.weights(nodes)) for nodes in self.weighed(draft, target)), ())
 
     def weighed(self, draft: Draft, target: Target) -> list[list[int]]:
@@ -94,7 +97,7 @@ class KeptPrefix(Verifier):
 
 
 class KeepAll(Verifier):
-    """MTJD: every token of the draft is kept; the drafter searched with the target itself, so no pass is needed."""
+    """Accepts every token without a pass (MTJD): the drafter searched with the target itself."""
 
     lossy = True
 
@@ -102,11 +105,13 @@ class KeepAll(Verifier):
         return Walk(tuple(range(1, draft.tree.n_nodes)), draft.tree.token_ids[1:])
 
 
-class Typical(KeptPrefix):
-    """Typical acceptance: a token is kept if its probability exceeds min(ε, δ · exp(-H)), H the entropy there in nats.
+class Typical(PrefixVerifier):
+    """Typical acceptance: a token is accepted if its target probability exceeds min(ε, δ · exp(-H)).
 
-    Source: Medusa (arXiv:2401.10774) 2.3.1. DEVIATION: Medusa judges after temperature, and by equality with the
-    argmax at temperature 0; here the criterion is one and the same at every temperature.
+    H is the entropy of the target's distribution at this position, in nats.
+
+    Source: Medusa (arXiv:2401.10774) 2.3.1. DEVIATION: Medusa applies the temperature first, and compares with the
+    argmax at temperature 0; here the criterion is the same at every temperature.
     """
 
     def __init__(self, epsilon: float, delta: float) -> None:
@@ -117,10 +122,11 @@ class Typical(KeptPrefix):
         return probs.gather(-1, tokens)[:, 0] > min_prob
 
 
-class Rollback(KeptPrefix):
-    """BiLD's rollback: a token is refused where -log of its target probability exceeds `threshold` (nats).
+class Rollback(PrefixVerifier):
+    """BiLD's rollback: a token is refused if -log of its target probability exceeds `threshold` (nats).
 
-    Source: Kim et al. (arXiv:2302.07863) 3.3, with the target's distribution against the draft's token.
+    Source: Kim et al. (arXiv:2302.07863) 3.3, with the distance between the target's distribution and the draft's token
+    as cross-entropy.
     """
 
     def __init__(self, threshold: float) -> None:
@@ -130,29 +136,30 @@ class Rollback(KeptPrefix):
         return -probs.gather(-1, tokens)[:, 0].log() <= self.threshold
 
 
-class JointRatio(KeptPrefix):
-    """MTAD: the longest prefix whose joint probability is more than `threshold` times what the draft gives it.
+class JointRatio(PrefixVerifier):
+    """MTAD: accepts the longest prefix with min(1, p / q) > `threshold` (τ), p and q its joint probabilities.
 
-    A prefix may pass after a shorter one failed, and the empty one always does. Both sides are after top-k and top-p:
-    the target's here, the draft's in `Draft.logprobs`.
+    p is the target's and q the draft's, both after top-k and top-p: p is warped here, q in `Draft.logprobs`. A prefix
+    may pass although a shorter one failed. With τ = 1 none does, which is multinomial sampling (appendix C.2).
 
-    Source: MTAD 3.2, Algorithm 1. DEVIATION: its line 11 sets η ← j, the token; meant is η ← i, the length.
+    Source: MTAD 3.2; Algorithm 1 in appendix B. DEVIATION: its line 6 sets η ← -1 and its line 11 η ← j, the token; η
+    is the accepted length, so it must be 0 at first and then i.
     """
 
     def __init__(self, threshold: float, top_k: int, top_p: float) -> None:
         self.threshold, self.top_k, self.top_p = threshold, top_k, top_p
 
-    def n_kept(self, draft: Draft, target: Target) -> int:
+    def n_accepted(self, draft: Draft, target: Target) -> int:
         assert len(draft.logprobs) == draft.tree.n_nodes
-        min_log_ratio = math.log(self.threshold) if self.threshold > 0.0 else -math.inf
-        log_ratio, n_kept = 0.0, 0  # `log_ratio`: log target probability - log draft probability of the prefix.
+        log_threshold = math.log(self.threshold) if self.threshold > 0.0 else -math.inf
+        log_ratio, n_accepted = 0.0, 0  # `log_ratio`: log p - log q of the prefix.
         for node, logprob in enumerate(self._weights(draft, target), 1):
             log_ratio += logprob - draft.logprobs[node]
-            if log_ratio > min_log_ratio:
-                n_kept = node
+            if min(0.0, log_ratio) > log_threshold:
+                n_accepted = node
             elif log_ratio == -math.inf:
                 break  # The target gives a token probability 0, so every longer prefix fails too.
-        return n_kept
+        return n_accepted
 
     def judge(self, tokens: Tensor, probs: Tensor) -> Tensor:
         return warp(probs, self.top_k, self.top_p).gather(-1, tokens)[:, 0].log()
@@ -166,7 +173,7 @@ def truncate(probs: Tensor, top_k: int, top_p: float) -> tuple[Tensor, Tensor]:
     top_probs, tokens = probs.double().topk(min(top_k, probs.shape[-1]), dim=-1)
     top_probs = top_probs / top_probs.sum(dim=-1, keepdim=True)
     if top_p < 1.0:
-        # Drop a token if the more probable tokens already sum to top_p.
+        # Drop a token if the probabilities of the tokens before it already sum to top_p.
         is_dropped = top_probs.cumsum(dim=-1) - top_probs >= top_p
         is_dropped[..., 0] = False
         top_probs = top_probs.masked_fill(is_dropped, 0.0)

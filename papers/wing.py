@@ -1,4 +1,4 @@
-"""Registers the papers' commands, methods, presets and trainable parts with the core package."""
+"""Registers the papers' commands, methods, presets and the parts that these methods need."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
 """The papers' methods, one module per family; importing a module registers its methods."""
 
-# Importing `decoding.methods` also imports the modules of this package, so this line loads both.
+# `decoding.methods` imports the modules of this package, so this line registers the methods of both.
 from ...decoding import methods as methods

@@ -1,4 +1,4 @@
-"""Beam search as a drafter: over a draft model for MTAD, over the target itself for MTJD."""
+"""Beam sampling as a drafter: over a draft model for MTAD, over the target itself for MTJD."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class BeamSettings(Settings):
-    """MTJD (MTAD 3.1): beams over the target itself, each block kept whole."""
+    """MTJD (MTAD 3.1): beams over the target itself; every token of a block is accepted."""
 
     beam_width: int = count(4, most=256)  # The MTAD paper tries 4 and 8.
     draft_length: int = count(4, most=32)  # Tokens per beam; the MTAD paper tries 3 and 4.
@@ -30,9 +30,9 @@ class BeamSettings(Settings):
 
 @dataclass(frozen=True, slots=True)
 class MtadSettings(BeamSettings):
-    """MTAD 3.2: beams over the draft, the longest prefix whose joint ratio exceeds τ."""
+    """MTAD 3.2: beams over the draft model; the longest prefix whose joint ratio exceeds τ is accepted."""
 
-    acceptance_threshold: float = share(0.5)  # τ in the MTAD paper, which tries 0.1 to 0.9.
+    acceptance_threshold: float = share(0.5)  # τ; the MTAD paper tries 0.1 to 0.9.
 
 
 @method("mtad", "MTAD", "MTAD 3.2", MtadSettings, drafts_with_model=True, lossy=True)
@@ -49,18 +49,18 @@ def _mtjd(resources: Resources, settings: BeamSettings) -> tuple[Drafter, Verifi
 
 
 class BeamDrafter(Drafter):
-    """The best of `beam_width` beams of `draft_length` tokens, as a chain with the log probability of each token.
+    """Drafts the best of `beam_width` beams of `draft_length` tokens, as a chain with a log probability per token.
 
-    Probabilities are those of the model itself after top-k and top-p of the drafter's own: MTAD's ratio compares them
-    with the target's, warped alike, so neither temperature nor penalties enter. Where the request samples, beams are
-    drawn from their joint probabilities, each one once (beam sampling, MTAD 2.1); otherwise the best ones are taken. A
-    beam goes on after a stop token, where the loop cuts it.
+    Probabilities are the model's after the drafter's top-k and top-p, without temperature and penalties: MTAD's ratio
+    compares them with the target's, which are warped alike. If the request samples, a level's beams are drawn from
+    their joint probabilities without replacement (beam sampling, MTAD 2.1); otherwise the most probable ones are taken.
+    Beams continue after a stop token; the decoding loop cuts the text there.
 
-    DEVIATION: top-k and top-p hold for each beam's next token, where MTAD 2.1 warps the beams' joint distribution: the
-    ratio of target and draft compares tokens, so both must be warped token by token.
+    DEVIATION: MTAD 2.1 warps the joint distribution of beams and next tokens. Here each beam's next-token distribution
+    is warped, because the ratio compares target and draft token by token.
 
-    With `runs_target` the `model` is the whole target (MTJD): the beam's keys and values are moved to their slots,
-    and the draft needs no further pass. A block then has up to `room` + 1 tokens, at least one.
+    With `runs_target` the `model` is the whole target (MTJD): the best beam's keys and values are moved to their slots,
+    and the draft needs no further pass. It then has 1 to `room` + 1 tokens.
     """
 
     model: DraftModel
@@ -78,8 +78,8 @@ class BeamDrafter(Drafter):
     def draft(self, room: int) -> PassGenerator[Draft]:
         """Return the best beam. One pass runs all beams of a level; the beams of the last level are not run.
 
-        Levels have a fixed layout, so that no token ids are read from the device between passes: node i of a level is
-        the child of node i of the previous level, and keys and values are moved to fit.
+        Node i of a level is always the child of node i of the level before; keys and values are moved accordingly. With
+        this fixed layout, no token ids are read from the device between passes.
         """
         import torch
 
@@ -87,7 +87,7 @@ class BeamDrafter(Drafter):
 
         model, width = self.model, self.settings.beam_width
         length = min(self._length(room), model.room)
-        # (root and drafted tokens, beams)
+        # (root and drafted tokens, beams), like `logprobs`
         token_ids = uploaded([self.context.token_ids[-1:]], self.context.runtime.device)
         logprobs = torch.zeros(token_ids.shape, dtype=torch.float64, device=token_ids.device)
         joint_logprobs, source_beams, parents = logprobs[0], token_ids[0], [-1]
@@ -98,10 +98,10 @@ class BeamDrafter(Drafter):
             logits = yield from model.extend(token_ids[-1], parents)
             parents = [1 + (level - 1) * width + beam if level else 0 for beam in range(width)]
             top_probs, tokens = truncate(logits.double().softmax(dim=-1), self.settings.top_k, self.settings.top_p)
-            picked_beams, joint_logprobs = self._pick_beams((joint_logprobs[:, None] + top_probs.log()).flatten())
-            source_beams = picked_beams // top_probs.shape[1]
-            token_ids = torch.cat((token_ids[:, source_beams], tokens.flatten()[picked_beams][None]))
-            logprobs = torch.cat((logprobs[:, source_beams], top_probs.log().flatten()[picked_beams][None]))
+            picked, joint_logprobs = self._pick_candidates((joint_logprobs[:, None] + top_probs.log()).flatten())
+            source_beams = picked // top_probs.shape[1]
+            token_ids = torch.cat((token_ids[:, source_beams], tokens.flatten()[picked][None]))
+            logprobs = torch.cat((logprobs[:, source_beams], top_probs.log().flatten()[picked][None]))
         best_beam = joint_logprobs.argmax(dim=0, keepdim=True)
         unread = torch.stack((token_ids[:, best_beam].double(), logprobs[:, best_beam]))[..., 0]
         draft = Draft.of_unread(unread, [])
@@ -119,20 +119,21 @@ class BeamDrafter(Drafter):
         first_nodes = 1 + torch.arange(n_levels, device=source.device) * self.settings.beam_width
         self.model.move((first_nodes[:, None] + source).flatten(), 1)
 
-    def _pick_beams(self, joint: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the indices, int64 (beam_width,), of the candidates to keep, given their joint log probabilities.
+    def _pick_candidates(self, joint_logprobs: Tensor) -> tuple[Tensor, Tensor]:
+        """Choose the beams of the next level among candidates with these joint log probabilities (candidates,).
 
-        Also returns the joint log probabilities of these beams, -inf for beams beyond the number of candidates.
+        Returns: the chosen candidates' indices, int64 (beam_width,), and their joint log probabilities, which are -inf
+                 where there are too few candidates.
         """
         import torch
 
-        n_candidates, width = len(joint), self.settings.beam_width
+        n_candidates, width = len(joint_logprobs), self.settings.beam_width
         if n_candidates < width:
-            joint = torch.nn.functional.pad(joint, (0, width - n_candidates), value=-math.inf)
+            joint_logprobs = torch.nn.functional.pad(joint_logprobs, (0, width - n_candidates), value=-math.inf)
         if self.context.rule.greedy:
-            picked_logprobs, picked_beams = joint.topk(width)
+            picked_logprobs, picked = joint_logprobs.topk(width)
         else:
-            drawn_beams, left_logprobs = draw_distinct(self.context.rule, joint.softmax(dim=-1), width)
-            picked_beams = drawn_beams.long()
-            picked_logprobs = joint[picked_beams].where(left_logprobs > -math.inf, -math.inf)
-        return picked_beams.clamp(max=n_candidates - 1), picked_logprobs
+            drawn, draw_logprobs = draw_distinct(self.context.rule, joint_logprobs.softmax(dim=-1), width)
+            picked = drawn.long()
+            picked_logprobs = joint_logprobs[picked].where(draw_logprobs > -math.inf, -math.inf)
+        return picked.clamp(max=n_candidates - 1), picked_logprobs

@@ -1,4 +1,4 @@
-"""Draft chains with a paper's stopping or acceptance threshold: Self-SD, typical acceptance, BiLD."""
+"""Draft chains with a paper's rule for stopping or for acceptance: Self-SD, typical acceptance, BiLD."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ from ..verifiers import Rollback, Typical
 
 @dataclass(frozen=True, slots=True)
 class AdaptiveThreshold(Settings):
-    """A chain's length and a threshold that follows the acceptance rate (Draft & Verify; AdaSPEED appendix A).
+    """Settings of a chain whose stop threshold γ follows the acceptance rate (Draft & Verify; AdaSPEED, appendix A).
 
-    After every round: rate ← β1 · rate + (1 - β1) · accepted / drafted; wanted = threshold + step where the rate is
-    not above `target_acceptance`, else threshold - step; threshold ← β2 · threshold + (1 - β2) · wanted.
-    The values are those of Draft & Verify's published code; the length is that of AdaDecode's setup.
+    After every round: rate ← β1 · rate + (1 - β1) · accepted / drafted; γ̃ = γ + ε if rate ≤ α, else γ - ε;
+    γ ← β2 · γ + (1 - β2) · γ̃. β1, β2, ε and α are those of Draft & Verify's published code, the maximum length that of
+    AdaDecode's appendix C.
 
-    DEVIATION: as in Draft & Verify's published code, a draft that reached its full length at a good rate leaves the
-    threshold alone: lowering it could not have made the draft longer; and the rate starts at 0. Beyond the paper, the
-    threshold stays at or below 1: above it every draft ends at once, and going further would only delay the way back.
-    That code judges a sampled token by its probability before temperature and top-p; here by what it was drawn from.
+    DEVIATION: two rules are from Draft & Verify's published code: the rate starts at 0; and a draft of full length does
+    not lower the threshold, which could not have made it longer. Two are ours: the threshold stays at or below 1,
+    because above 1 every draft ends at its first token and a higher value would only take longer to fall; and a sampled
+    token is judged by the distribution that it was drawn from, in that code by the one before temperature and top-p.
     """
 
-    stop_threshold: float = share(0.8)
+    stop_threshold: float = share(0.8)  # γ at the start (AdaSPEED, appendix A).
     max_draft_length: int = count(12)
     target_acceptance: float = share(0.9)  # α: acceptance rate that the threshold is adapted to reach.
-    threshold_step: float = share(0.01)  # ε: amount by which a round raises or lowers the wanted threshold.
+    threshold_step: float = share(0.01)  # ε: distance of the round's threshold γ̃ from γ.
     rate_memory: float = share(0.5)  # β1: weight of the previous rate in its moving average.
     threshold_memory: float = share(0.9)  # β2: weight of the previous threshold in its moving average.
 
 
 @dataclass(frozen=True, slots=True)
 class TypicalSettings(Settings):
-    """Typical acceptance (Medusa, arXiv:2401.10774): a token is kept if its probability exceeds min(ε, δ · exp(-H))."""
+    """Typical acceptance (Medusa, arXiv:2401.10774): accepts tokens with a probability above min(ε, δ · exp(-H))."""
 
     epsilon: float = share(0.09)  # ε, named posterior_threshold in Medusa's code.
     delta: float = share(0.3)  # δ, named posterior_alpha in Medusa's code; √ε by default.
@@ -73,7 +73,7 @@ def _typical(resources: Resources, settings: TypicalSettings) -> tuple[Drafter, 
 class AdaptiveStop(StopRule):
     """A stop rule whose threshold follows the acceptance rate.
 
-    `joint` compares with it the product of the confidences of all steps of the draft (AdaSPEED, Algorithm 2).
+    With `joint`, the threshold is for the product of the confidences of all steps of the draft (AdaSPEED, Algorithm 2).
     """
 
     joint: bool = False
@@ -98,9 +98,10 @@ class AdaptiveStop(StopRule):
         if self.threshold is None or not n_drafted:
             return
         self._rate = rule.rate_memory * self._rate + (1 - rule.rate_memory) * n_accepted / n_drafted
-        threshold = self.threshold
+        round_threshold = self.threshold
         if self._rate <= rule.target_acceptance:
-            threshold += rule.threshold_step
+            round_threshold += rule.threshold_step
         elif n_drafted < self.max_draft_length:
-            threshold -= rule.threshold_step
-        self.threshold = min(1.0, rule.threshold_memory * self.threshold + (1 - rule.threshold_memory) * threshold)
+            round_threshold -= rule.threshold_step
+        memory = rule.threshold_memory
+        self.threshold = min(1.0, memory * self.threshold + (1 - memory) * round_threshold)

@@ -1,10 +1,10 @@
 """Drafting with the target's first layers; verification runs the remaining ones.
 
 LayerSkip and AdaSPEED draft a chain with the first layers. AdaDecode predicts a token at the first intermediate layer
-whose head is confident and defers the deeper layers. These run together with the next token that needs them, at the
-latest with a token that no head predicts confidently. That last pass is the verification, and no layer runs twice.
+whose head is confident and defers the deeper layers. They run together with those of the next token that reaches them,
+at the latest when no head is confident. That pass ends in the verification, and no layer of a token runs twice.
 ParaDecode advances tokens at different layers together, each by one layer per step, over stacked weights: a token is
-predicted as soon as its predecessor passes an early layer, and starts while the predecessor still runs deeper layers.
+predicted when its predecessor reaches an early layer, and starts while the predecessor still runs deeper layers.
 
 Source: LayerSkip (arXiv:2404.16710); AdaSPEED II; AdaDecode (arXiv:2506.03700) 2.2, Algorithm 1, appendix D;
 ParaDecode 2.2, Algorithm 1.
@@ -22,6 +22,7 @@ from ...decoding.draft_tree import DraftTree
 from ...decoding.methods import Resources, method
 from ...decoding.methods.chains import ChainDrafter, StopRule
 from ...decoding.verify import ChainRatio, TargetWalk, Verifier
+from ..training.settings import default_exit
 from .chains import AdaptiveStop, AdaptiveThreshold
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class LayerSkipSettings(Settings):
-    """LayerSkip (arXiv:2404.16710); its examples leave after 8 of 32 layers and draft 6 tokens."""
+    """LayerSkip (arXiv:2404.16710); its examples exit after 8 of 32 layers and draft 6 tokens."""
 
     exit_layer: int | None = count(None)  # Number of layers that draft; None: a quarter of the model's layers.
     draft_length: int = count(6)
@@ -44,7 +45,7 @@ class LayerSkipSettings(Settings):
 
 @dataclass(frozen=True, slots=True)
 class AdaSpeedSettings(AdaptiveThreshold):
-    """AdaSPEED: the threshold is for the product of the draft's confidences; starts at 0.8 (its appendix A)."""
+    """AdaSPEED: the stop threshold is for the product of the draft's confidences, and starts at 0.8 (appendix A)."""
 
     exit_layer: int | None = count(None)  # Number of layers that draft; None: a quarter of the model's layers.
 
@@ -59,7 +60,7 @@ class AdaDecodeSettings(Settings):
 
 @dataclass(frozen=True, slots=True)
 class ParaDecodeSettings(Settings):
-    """ParaDecode 4.3: γ = 0, every token is predicted early."""
+    """ParaDecode 4.3: with γ = 0, every token is predicted early."""
 
     early_threshold: float = share(0.0)
 
@@ -81,8 +82,8 @@ def _adaspeed_probe(resources: Resources, settings: AdaSpeedSettings) -> tuple[D
     probe = _learned_weights(resources, "probe", "a probe")
     if settings.exit_layer not in (None, probe.depth):
         raise SettingsError(
-            f"the probe was trained after {probe.depth} layers, not {settings.exit_layer}: leave exit_layer out, or"
-            " train another probe with --layer"
+            f"the probe was trained after {probe.depth} layers, not {settings.exit_layer}: remove exit_layer, or train"
+            " another probe with --layer"
         )
     stop = AdaptiveStop.of(settings, joint=True, probe=probe)
     return ChainDrafter(early_exit(resources, probe.depth), stop, sampled=True), ChainRatio()
@@ -110,9 +111,9 @@ def early_exit(resources: Resources, exit_layer: int | None) -> EarlyExit:
 
 
 class EarlyExit(DraftModel):
-    """The target's first `depth` layers, its own norm and head; verification runs the other layers only (LayerSkip).
+    """The target's first `depth` layers with its norm and head; verification runs the remaining layers (LayerSkip).
 
-    Supports chains only: each row's state is kept for the layers that verification runs.
+    Only chains can be drafted. The state of each row is kept for the verification.
     """
 
     staged: StagedPass | None = None
@@ -136,12 +137,7 @@ class EarlyExit(DraftModel):
         return logits
 
     def drop(self, n_nodes: int) -> None:
-        assert n_nodes == 0, "an early exit drafts single tokens, and all of them stay"
-
-
-def default_exit(n_layers: int) -> int:
-    """Return the default exit layer: a quarter of the layers, as in LayerSkip's examples (8 of 32)."""
-    return max(1, round(n_layers / 4))
+        assert n_nodes == 0, "an early exit cannot drop drafted tokens"
 
 
 def _learned_weights(resources: Resources, kind: str, words: str) -> Any:
@@ -152,11 +148,13 @@ def _learned_weights(resources: Resources, kind: str, words: str) -> Any:
 
 
 class EarlyDrafter(Drafter):
-    """Early predictions by `heads`, at most `max_early` in a row, each where a probability exceeds `threshold` (γ).
+    """AdaDecode's early predictions: at the first head whose largest probability exceeds `threshold` (γ).
 
-    DEVIATION: the paper draws a token and leaves the model if *its* probability exceeds γ; which distribution a token
-    comes from then depends on the token, and the output is biased (enumerated: 0.90 comes out as 0.98). Here the head's
-    largest probability decides, then the token is drawn. Greedy decoding is the same either way.
+    At most `max_early` tokens in a row are predicted early.
+
+    DEVIATION: the paper draws a token and exits if the probability of this token exceeds γ. The distribution that a
+    token comes from then depends on the token, which biases the output: by enumeration, a probability of 0.90 becomes
+    0.98. Here the head's largest probability decides, then the token is drawn. Greedy decoding is the same either way.
     """
 
     def __init__(self, heads: Heads, threshold: float, max_early: int) -> None:
@@ -183,7 +181,7 @@ class EarlyDrafter(Drafter):
         return Draft(tree, offers_of(tree, token_probs), staged=staged.finish())
 
     def _predict_token(self, staged: StagedPass, drafted: list[int]) -> PassGenerator[tuple[int, Tensor | None] | None]:
-        """Return the next token from the first head above the threshold, with its distribution if it was sampled."""
+        """Return the token of the first head above the threshold, and its distribution if sampled; None: no head is."""
         rule, heads = self.context.rule, self.heads
         for depth in heads.depths:
             yield from staged.advance(depth)
@@ -200,23 +198,24 @@ class EarlyDrafter(Drafter):
 
 @dataclass(slots=True)
 class _Flight:
-    """A token that is still passing through the layers; `predicted`: its successor is in flight too."""
+    """A token that is still passing through the layers; `is_predicted`: a head has predicted its successor."""
 
     token_id: int | Tensor  # Tensor (1,) while the device may still be computing the id.
     slot: int
     hidden: Tensor  # State (1, hidden_size) after `depth` layers.
     depth: int = 0
-    predicted: bool = False
+    is_predicted: bool = False
 
 
 class PipelineDrafter(Drafter):
-    """Predictions by `heads` where a probability exceeds `threshold` (γ); with 0, at the first head for every token.
+    """ParaDecode's early predictions: where a head's largest probability exceeds `threshold` (γ).
 
-    The oldest token reaches the last layer first; the target's own token there either is the next one in flight, which
-    goes on, or the flight is dropped (token equality, exact at every temperature: the target's draw is kept).
+    With γ = 0, the first head predicts every token. The oldest token in flight reaches the last layer first. If the
+    target's token there is the next one in flight, that one continues, else all are dropped. This is exact at every
+    temperature, because the target's own draw is always the output.
 
-    DEVIATION: where the paper draws a token, here it is drawn with the noise of the target's own draw; equality with
-    the target's token is what counts, and that is likelier so.
+    DEVIATION: the paper draws early tokens independently. Here they are drawn with the noise of the target's draw,
+    which makes them more often equal to the target's token.
     """
 
     def __init__(self, heads: Heads, threshold: float, stacked: StackedLayers) -> None:
@@ -232,8 +231,7 @@ class PipelineDrafter(Drafter):
 
         from ...models.transfers import uploaded
 
-        # Yields no pass: stacked steps run here, and only the head's pass can be batched with other requests.
-        yield from ()
+        yield from ()  # The stacked steps run here; only the pass of the model's head is batched with other requests.
         context = self.context
         root_id, slot = context.token_ids[-1], context.root_slot
         in_flight = [(flight.token_id, flight.slot) for flight in self._flights[:1]]
@@ -247,16 +245,16 @@ class PipelineDrafter(Drafter):
         if next_id is None or isinstance(next_id, int):
             tokens = [root_id] if next_id is None else [root_id, next_id]
             return Draft(DraftTree.chain(tokens), staged=staged, n_checked=1)
-        spine = torch.cat((uploaded([root_id], next_id.device), next_id)).double()
-        unread = torch.stack((spine, torch.zeros_like(spine)))
+        chain = torch.cat((uploaded([root_id], next_id.device), next_id)).double()
+        unread = torch.stack((chain, torch.zeros_like(chain)))
         return replace(Draft.of_unread(unread, [], staged), n_checked=1)
 
     def observe(self, outcome: Outcome) -> None:
         for flight, token_id in zip(self._flights[:1], outcome.draft.tree.token_ids[1:], strict=False):
-            flight.token_id = token_id  # Replace the device tensor by the token id, which has been read now.
+            flight.token_id = token_id  # Replace the device tensor by the id, which is known by now.
 
     def _stage_flight(self, flight: _Flight) -> PassGenerator[Tensor]:
-        """Return the logits (1, vocab) of a token that has run all layers; yields a pass so other requests can run."""
+        """Return the logits (1, vocab) of a token that has run all layers, by a pass of the model's head alone."""
         from ...models.rows import Pass, Rows
 
         runtime, buffer, depth = self.context.runtime, self.context.buffer, flight.depth
@@ -267,25 +265,25 @@ class PipelineDrafter(Drafter):
         return _Flight(token_id, slot, self.context.runtime.embed(tokens, slot))
 
     def _predict_token(self, last_slot: int) -> None:
-        """Start the newest token's successor if a head predicts it confidently enough and a slot is left."""
+        """Start the newest token's successor if a head predicts it confidently and a slot is free."""
         from ...decoding.context import likeliest
 
-        newest_flight, heads = self._flights[-1], self.heads
-        if newest_flight.predicted or newest_flight.depth not in heads.transforms or newest_flight.slot >= last_slot:
+        newest, heads = self._flights[-1], self.heads
+        if newest.is_predicted or newest.depth not in heads.transforms or newest.slot >= last_slot:
             return
-        logits = heads.logits(self.context.runtime, newest_flight.depth, newest_flight.hidden)[0]
-        ids_ahead: list[Any] = [flight.token_id for flight in self._flights[1:]]
-        scores = self.context.noisy_scores(ids_ahead, logits)
+        logits = heads.logits(self.context.runtime, newest.depth, newest.hidden)[0]
+        drafted: list[Any] = [flight.token_id for flight in self._flights[1:]]
+        scores = self.context.noisy_scores(drafted, logits)
         token_id: int | Tensor
-        # A threshold of 0 accepts any confidence, so it need not be read from the device.
+        # Every confidence exceeds a threshold of 0, so the confidence need not be read from the device.
         if self.threshold == 0.0 and self.context.reads_late:
             token_id = likeliest(scores[None])[0].long()
         else:
             token_id, confidence = self.context.rule.confidence(scores)
             if not confidence > self.threshold:
                 return
-        newest_flight.predicted = True
-        self._flights.append(self._start_flight(token_id, newest_flight.slot + 1))
+        newest.is_predicted = True
+        self._flights.append(self._start_flight(token_id, newest.slot + 1))
 
     def _advance_flights(self) -> None:
         import torch

@@ -1,17 +1,17 @@
 """Drafts without a draft model: guesses that the target's own passes refine.
 
-Jacobi decoding: a block of guesses is checked as a chain, and the same pass refines those that were refused (Santilli
-et al., arXiv:2305.10427, as a block that moves along with the text).
+Jacobi decoding: a block of guesses is verified as a chain, and the same pass refines the guesses that were refused
+(Santilli et al., arXiv:2305.10427). The block moves along with the text.
 
-Lookahead decoding: n-grams that guesses pass through are drafted. Beside the draft, the target's pass runs a window of
-W columns and N - 1 levels. Column i of the oldest level guesses the token i after the root (column 0 is the root), and
-each further level the token after the one before it, as guessed one pass later. The argmax under each column completes
-an n-gram for the pool and becomes the newest level, while the oldest is dropped: after one committed token, every guess
-is again where it belongs. The n-grams that begin with the root's token are the next draft (Fu et al., arXiv:2402.02057,
-3.1 and 3.2).
+Lookahead decoding: the target's pass also runs a window of guesses with W columns and N - 1 levels. Column i of the
+oldest level guesses the token i positions after the root, which is column 0. Each newer level holds the guesses of one
+pass later, for the token after that of the level before it. The argmaxes after the newest level complete an n-gram per
+column, which goes into a pool. They become the next level, and the oldest level is dropped; when one token is
+committed, the remaining guesses are again at the right distance from the root. The pool's n-grams that begin with the
+root's token are the next draft (Fu et al., arXiv:2402.02057, 3.1 and 3.2).
 
-Both are functions of committed tokens and of argmaxes after them, and depend on no draw of the round that
-checks them: `TargetWalk` is exact at every temperature.
+Guesses depend on committed tokens and argmaxes only, not on what the verifying round draws, so `TargetWalk` is exact at
+every temperature.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class JacobiSettings(Settings):
-    """Parallel (Jacobi) decoding (arXiv:2305.10427): guesses refined together."""
+    """Parallel (Jacobi) decoding (arXiv:2305.10427)."""
 
-    window: int = count(8, most=256)
+    window: int = count(8, most=256)  # Number of guesses.
 
 
 @method("jacobi", "Jacobi decoding", "arXiv:2305.10427", JacobiSettings)
@@ -46,9 +46,9 @@ def _jacobi(resources: Resources, settings: JacobiSettings) -> tuple[Drafter, Ve
 
 
 class JacobiDrafter(Drafter):
-    """`window` guesses, each replaced by the target's argmax after the guesses before it, until they no longer change.
+    """Drafts `window` guesses; every pass replaces a guess by the target's argmax after the guesses before it.
 
-    A fixed point is the greedy output.
+    Guesses that no longer change are the greedy output.
     """
 
     def __init__(self, settings: JacobiSettings) -> None:
@@ -84,7 +84,7 @@ def _lookahead(resources: Resources, settings: LookaheadSettings) -> tuple[Draft
 
 
 class LookaheadDrafter(Drafter):
-    """At most `guesses` (G) n-grams of `ngram` (N) tokens, from a window `window` (W) columns wide."""
+    """Drafts the pool's n-grams that begin with the root's token, merged into a tree."""
 
     def __init__(self, settings: LookaheadSettings) -> None:
         self.settings = settings
@@ -97,27 +97,24 @@ class LookaheadDrafter(Drafter):
     def start(self) -> None:
         self.pool = NgramPool(self.settings.guesses)
         self.window = Window(self.settings, self.context.token_ids[: self.context.n_prompt])
-        self._adds_guess_rows = False  # True if the current round also runs the window's guesses.
+        self._runs_window = False  # True if the current round also runs the window's guesses.
 
     def draft(self, room: int) -> PassGenerator[Draft]:
         yield from ()
         root_id = self.context.token_ids[-1]
         tree = merge_paths(root_id, self.pool.continuations(root_id), room)
-        # Skip the window if this is the last round or if its guesses would exceed the model's positions.
+        # Skip the window in the last round, and where its guesses would exceed the model's positions.
         max_depth = self.window.width + self.window.n_levels - 2  # Positions from the root to the last guess.
-        self._adds_guess_rows = room > 1 and self.context.root_slot + max_depth < self.context.runtime.max_positions
-        return Draft(
-            tree,
-            extra_rows=self.window.rows(root_id) if self._adds_guess_rows else None,
-            wants_argmaxes=self._adds_guess_rows,
-        )
+        self._runs_window = room > 1 and self.context.root_slot + max_depth < self.context.runtime.max_positions
+        extra_rows = self.window.rows(root_id) if self._runs_window else None
+        return Draft(tree, extra_rows=extra_rows, wants_argmaxes=self._runs_window)
 
     def observe(self, outcome: Outcome) -> None:
-        if not self._adds_guess_rows:
+        if not self._runs_window:
             return
-        # The root is the first cell of the window, so its argmax comes first.
-        new_guesses = [outcome.argmaxes[0], *outcome.argmaxes[outcome.draft.tree.n_nodes :]]
-        for ngram in self.window.advance(new_guesses[-self.window.width :]):
+        # The root is the window's first cell; its argmax comes first, and those of the other cells after the tree's.
+        argmaxes = [outcome.argmaxes[0], *outcome.argmaxes[outcome.draft.tree.n_nodes :]]
+        for ngram in self.window.advance(argmaxes[-self.window.width :]):
             self.pool.add(ngram)
 
 
@@ -130,7 +127,7 @@ class NgramPool:
         self._continuations: dict[int, dict[tuple[int, ...], None]] = {}
 
     def add(self, ngram: Sequence[int]) -> None:
-        """Add an n-gram as the newest of its first token; evict that token's oldest n-gram if full."""
+        """Add an n-gram as the newest of its first token; drop this token's oldest n-gram if there are too many."""
         continuation, continuations = tuple(ngram[1:]), self._continuations.setdefault(ngram[0], {})
         continuations.pop(continuation, None)
         continuations[continuation] = None
@@ -143,13 +140,13 @@ class NgramPool:
 
 
 class Window:
-    """The guesses: `levels[j][i]` is i + j tokens after the root, `levels[0][0]` the root.
+    """The window's guesses: `levels[j][i]` is i + j positions after the root, `levels[0][0]` the root.
 
-    DEVIATION: a round that commits more than one token leaves the guesses that far behind: moving the columns along
-    accepted less in a small trial (SmolLM2-135M, M 1.37 against 1.42).
+    At first there is only the oldest level, filled with the prompt's last tokens. A new level removes a column until
+    there are N - 1 levels; the initial width is chosen so that W columns remain.
 
-    At first there is only the oldest level, filled with the prompt's last tokens. Every further level removes a column,
-    and the initial width is chosen so that N - 1 levels of W columns remain.
+    DEVIATION: the columns do not move when a round commits more than one token, so the guesses then lag behind the
+    root. Moving them gave shorter accepted drafts in a small trial (SmolLM2-135M: M 1.37 instead of 1.42).
     """
 
     def __init__(self, settings: LookaheadSettings, prompt_ids: Sequence[int]) -> None:
@@ -177,7 +174,7 @@ class Window:
         return ExtraRows(token_ids, depths, guess_mask(self.n_levels, self.width), min(self.width, len(cells)))
 
     def advance(self, newest: list[int]) -> list[tuple[int, ...]]:
-        """Append the argmaxes `newest` as the next level; return the n-grams that they complete."""
+        """Add the argmaxes `newest` as the next level; return the n-grams that they complete."""
         if self.n_levels < self.max_levels:
             self.levels = [level[1:] for level in (*self.levels, newest)]
             return []
@@ -190,18 +187,19 @@ class Window:
 def guess_mask(n_levels: int, width: int) -> Tensor:
     """Return the attention mask of guesses: a guess sees level 0 up to its column, and its column up to its level.
 
-    Returns: bool, (guesses, guesses) in the order of `Window.rows`; not to be written to.
+    Returns: bool, (guesses, guesses) in the order of `Window.rows`; shared by callers, which must not write to it.
     """
     import torch
 
     level = torch.arange(n_levels).repeat_interleave(width)[1:]
     column = torch.arange(width).repeat(n_levels)[1:]
-    is_older_column = (level[None] == 0) & (column[None] <= column[:, None])
-    return is_older_column | (column[None] == column[:, None]) & (level[None] <= level[:, None])
+    is_in_level_0 = (level[None] == 0) & (column[None] <= column[:, None])
+    is_in_column = (column[None] == column[:, None]) & (level[None] <= level[:, None])
+    return is_in_level_0 | is_in_column
 
 
 def merge_paths(root: int, continuations: Sequence[Sequence[int]], room: int) -> DraftTree:
-    """Return all continuations, cut to `room` tokens, as a tree with shared prefixes; keeps their order."""
+    """Return the continuations, cut to `room` tokens, as a tree where equal prefixes share nodes; keep their order."""
     token_ids, parents, depth = [root], [-1], 0
     node_of_token: dict[tuple[int, int], int] = {}
     for continuation in continuations:

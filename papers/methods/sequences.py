@@ -1,4 +1,4 @@
-"""Drafting of several sequences in parallel, one token of each per pass (SpecTr, SpecInfer, MCSS)."""
+"""Drafts of several sequences, which grow by one token each per pass (SpecTr, SpecInfer, MCSS)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class SequencesSettings(Settings):
-    """How many sequences are drafted, and how long."""
+    """Number and length of the drafted sequences."""
 
     sequences: int = count(4, most=256)
     draft_length: int = count(4, most=32)
@@ -44,14 +44,14 @@ def _mcss(resources: Resources, settings: SequencesSettings) -> tuple[Drafter, V
 
 
 class SequencesDrafter(Drafter):
-    """`sequences` continuations of `draft_length` tokens each, equal beginnings merged into one tree.
+    """Drafts `sequences` continuations of `draft_length` tokens; equal prefixes are merged into one tree.
 
-    With `replacement` they are independent samples of the draft (SpecTr, SpecInfer). Without, draws under one node
-    exclude each other: the sequences differ from their first token on, fewer of them where fewer tokens have any
-    probability (MCSS). A greedy request gets the limit of both: the argmax chain, or one from each of the most
-    probable first tokens, chosen without chance.
+    With `replacement`, sequences are independent samples of the draft model (SpecTr, SpecInfer). Without, their first
+    tokens are drawn without replacement, so there are fewer sequences if fewer tokens have a positive probability
+    (MCSS). A greedy request gets the limit of both at temperature 0: one argmax chain, or an argmax chain after each of
+    the most probable first tokens.
 
-    If token ids are read late from the device, equal prefixes are merged only once they are known. Until then each
+    If token ids are read late from the device, equal prefixes are merged only when they are known. Until then each
     sequence has its own nodes, and its tokens are tried under the nodes of all sequences with the same prefix.
     """
 
@@ -67,33 +67,31 @@ class SequencesDrafter(Drafter):
         from ...models.transfers import uploaded
 
         context, reads_late, device = self.context, self.model.reads_late, self.context.runtime.device
-        growth = _Growth(context.token_ids[-1], 1 if self.replacement and context.rule.greedy else self.max_width)
-        offers, unread = dict[int, Offer](), [uploaded(growth.token_ids, device)] if reads_late else []
-        # same[i, j]: sequence j has drafted the same tokens as newest node i; bool (newest nodes, sequences).
+        builder = _TreeBuilder(context.token_ids[-1], 1 if self.replacement and context.rule.greedy else self.max_width)
+        offers, unread = dict[int, Offer](), [uploaded(builder.token_ids, device)] if reads_late else []
+        # same_path[i, j]: sequence j has drafted the same tokens as newest node i; bool (newest nodes, sequences).
         same_path: Tensor | None = None
         if reads_late and self.replacement:
-            same_path = torch.ones((1, len(growth.newest)), dtype=torch.bool, device=device)
+            same_path = torch.ones((1, len(builder.newest)), dtype=torch.bool, device=device)
         depth = min(room, self.max_depth, self.model.room)
         self.model.restart()
         for level in range(depth):
-            nodes = list(dict.fromkeys(growth.newest))
-            token_ids = unread[-1] if reads_late else [growth.token_ids[node] for node in nodes]
-            logits = yield from self.model.extend(token_ids, [growth.parents[node] for node in nodes])
+            nodes = list(dict.fromkeys(builder.newest))
+            token_ids = unread[-1] if reads_late else [builder.token_ids[node] for node in nodes]
+            logits = yield from self.model.extend(token_ids, [builder.parents[node] for node in nodes])
             nodes_and_logits = zip(nodes, logits, strict=True)
-            scores = torch.stack([context.scores(growth.paths[node], row) for node, row in nodes_and_logits])
+            scores = torch.stack([context.scores(builder.paths[node], row) for node, row in nodes_and_logits])
             draws_distinct = level == 0 and not self.replacement
-            drawn_ids, probs = self._draw_tokens(scores, [nodes.index(node) for node in growth.newest], draws_distinct)
-            children = growth.grow(drawn_ids[:, None].unbind() if reads_late else drawn_ids.tolist())
+            drawn_ids, probs = self._draw_tokens(scores, [nodes.index(node) for node in builder.newest], draws_distinct)
+            children = builder.grow(drawn_ids[:, None].unbind() if reads_late else drawn_ids.tolist())
             for row, (node, node_probs) in enumerate(zip(nodes, probs, strict=True) if probs is not None else ()):
-                tokens_after, tried_mask = (
-                    (children[node], None) if same_path is None else (growth.newest, same_path[row])
-                )
-                offers[node] = Offer(tuple(tokens_after), node_probs, self.replacement, tried_mask)
+                tried, tried_mask = (children[node], None) if same_path is None else (builder.newest, same_path[row])
+                offers[node] = Offer(tuple(tried), node_probs, self.replacement, tried_mask)
             if reads_late:
                 unread.append(drawn_ids)
             if same_path is not None:
                 same_path = same_path & (drawn_ids[:, None] == drawn_ids)
-        tree = DraftTree(tuple(growth.token_ids), tuple(growth.parents), depth)
+        tree = DraftTree(tuple(builder.token_ids), tuple(builder.parents), depth)
         if not reads_late:
             return Draft(tree, offers)
         tokens = torch.cat(unread).double()
@@ -102,9 +100,10 @@ class SequencesDrafter(Drafter):
     def _draw_tokens(
         self, scores: Tensor, node_indices: Sequence[int], draws_distinct: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the next token of each sequence, int64 (sequences,), and the nodes' distributions when sampling.
+        """Return the next token of each sequence, int64 (sequences,), and the nodes' distributions if sampled.
 
-        Args: scores: (nodes, vocab). node_indices: index of each sequence's node. draws_distinct: draw distinct tokens.
+        Args: scores: (nodes, vocab). node_indices: index of each sequence's node. draws_distinct: draw without
+              replacement.
         """
         from ...decoding.context import most_probable
         from ...models.transfers import uploaded
@@ -112,17 +111,15 @@ class SequencesDrafter(Drafter):
         rule, n_draws = self.context.rule, len(node_indices)
         probs = None if rule.greedy else scores.double().softmax(dim=-1)  # (nodes, vocab)
         if draws_distinct:
-            tokens_drawn = (
-                most_probable(scores[0], n_draws) if probs is None else draw_distinct(rule, probs[0], n_draws)
-            )
-            return tokens_drawn[0].long() if self.model.reads_late else drawable(tokens_drawn), probs
-        index_tensor = uploaded(node_indices, scores.device)
+            distinct = most_probable(scores[0], n_draws) if probs is None else draw_distinct(rule, probs[0], n_draws)
+            return distinct[0].long() if self.model.reads_late else drawable(distinct), probs
+        indices = uploaded(node_indices, scores.device)
         if probs is None:
-            return scores.max(dim=-1).indices[index_tensor], None
-        return rule.draw_drafts(probs[index_tensor])[:, 0], probs
+            return scores.max(dim=-1).indices[indices], None
+        return rule.draw_drafts(probs[indices])[:, 0], probs
 
 
-class _Growth:
+class _TreeBuilder:
     """A draft tree under construction: its nodes, each node's path of tokens, and each sequence's newest node."""
 
     def __init__(self, root: int, n_sequences: int) -> None:
@@ -130,7 +127,7 @@ class _Growth:
         self.newest = [0] * n_sequences
 
     def grow(self, tokens: Drafted) -> dict[int, list[int]]:
-        """Append one token to each sequence and return each node's children; sequences without a token end.
+        """Append one token to each sequence; return the new children by node. Sequences without a token end.
 
         Equal sequences share nodes, unless their token ids are not known yet.
         """

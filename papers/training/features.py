@@ -1,6 +1,6 @@
 """The training data of heads and probes: the model's states at the positions of its greedy completions.
 
-Collected states and the training state are saved to disk, so that a killed run can be resumed.
+Collected states and the training state are saved to disk, so that a killed run can continue.
 """
 
 from __future__ import annotations
@@ -43,13 +43,10 @@ MIN_ROWS = 16  # Minimum number of training positions; with fewer, training is r
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Features:
-    """States of n positions, in the model's dtype, on the CPU.
+    """States of n positions, in the model's dtype, on the CPU."""
 
-    `hidden[depth]` (n, hidden_size): after `depth` layers; `final` (n, hidden_size): after the final norm.
-    """
-
-    hidden: Mapping[int, Tensor]
-    final: Tensor
+    hidden: Mapping[int, Tensor]  # Depth -> states (n, hidden_size) after so many layers.
+    final: Tensor  # States (n, hidden_size) after the final norm.
 
     @property
     def n_rows(self) -> int:
@@ -64,10 +61,10 @@ class Features:
 
 
 class Checkpoint:
-    """The files of one training run: the hidden states collected per prompt, and the training state.
+    """The files of one training run: the hidden states of each completed prompt, and the training state.
 
-    Each `identity` has a folder, with one training state per `settings`. Files are written under a temporary name and
-    renamed when complete.
+    Each `identity` has a folder, with one training state per `settings`. A file gets its final name when it is
+    complete.
 
     Args:   identity: all values that determine the collected states. settings: all other values that affect training.
             every_s: minimum seconds between saves, longer if saving is slow; 0 saves after every step.
@@ -88,37 +85,35 @@ class Checkpoint:
 
     def features(self) -> dict[int, Features]:
         """Return the hidden states collected so far, by prompt index."""
-        by_depth: dict[int, Features] = {}
+        by_prompt: dict[int, Features] = {}
         for path in self.folder.glob("states-*.safetensors"):
-            tensors_and_metadata = _read(path)
-            if tensors_and_metadata is not None:
-                final, index = tensors_and_metadata[0].pop("final"), int(path.stem.partition("-")[2])
-                by_depth[index] = Features(
-                    {int(depth): hidden for depth, hidden in tensors_and_metadata[0].items()}, final
-                )
-        return by_depth
+            if (content := _read(path)) is not None:
+                tensors, index = content[0], int(path.stem.partition("-")[2])
+                final = tensors.pop("final")
+                by_prompt[index] = Features({int(depth): hidden for depth, hidden in tensors.items()}, final)
+        return by_prompt
 
     def add(self, index: int, features: Features) -> None:
-        """Save a prompt's hidden states."""
+        """Save the hidden states of the prompt with this index."""
         tensors = {str(depth): hidden for depth, hidden in features.hidden.items()}
         self._write(self.folder / f"states-{index}.safetensors", {**tensors, "final": features.final}, {})
 
     def due(self) -> bool:
-        """Tell whether it is time to save the state of training."""
+        """Tell whether it is time to save the training state."""
         pause_s = max(self.every_s, MIN_PAUSE_RATIO * self._save_s) if self.every_s else 0.0
         return time.monotonic() - self._saved_at >= pause_s
 
     def save(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
-        """Replace the last state of training."""
+        """Save a training state in place of the last one."""
         self._write(self._state, tensors, {"values": json.dumps(values)})
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
-        """Read the last state of training, if there is one that can be read."""
-        read_state = _read(self._state)
-        return None if read_state is None else (read_state[0], json.loads(read_state[1]["values"]))
+        """Return the tensors and values of the last training state; None if there is none or it is unreadable."""
+        content = _read(self._state)
+        return None if content is None else (content[0], json.loads(content[1]["values"]))
 
     def remove(self) -> None:
-        """Delete the folder, once the result is safe."""
+        """Delete the folder; call this once the result is stored."""
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def _write(self, path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> None:
@@ -170,23 +165,22 @@ def collect(
     checkpoint: Checkpoint | None = None,
     budget_s: float | None = None,
 ) -> Collected:
-    """Complete the prompts greedily, in an order drawn from `seed`, and return the states; a tenth is held out.
+    """Complete the prompts greedily, in an order drawn from `seed`, and return the states.
+
+    The last tenth of the completed prompts is held out, at least one.
 
     Args:   budget_s: seconds after which no prompt is started, except the first two.
     Raises: InvalidInput: fewer than two prompts, or too few positions in their completions.
     """
     if len(prompts) < 2:
-        raise InvalidInput("training needs at least 2 prompts, one of them to measure on: give a longer stream")
+        raise InvalidInput("training needs at least 2 prompts, one of them held out: give a longer stream")
     started = time.monotonic()
     for prompt in prompts:
         session.check(prompt)
     features_by_prompt = {} if checkpoint is None else checkpoint.features()
     if features_by_prompt:
-        on_step(
-            TrainingStep(
-                "collect", note=f"resumed: {len(features_by_prompt)} of {len(prompts)} prompts were done before"
-            )
-        )
+        remark = f"resumed: {len(features_by_prompt)} of {len(prompts)} prompts were done before"
+        on_step(TrainingStep("collect", note=remark))
     prompt_order = torch.randperm(len(prompts), generator=torch.Generator().manual_seed(seed)).tolist()
 
     def works() -> Iterator[Work[None]]:
@@ -201,11 +195,9 @@ def collect(
         if checkpoint is not None:
             checkpoint.add(index, features_by_prompt[index])
 
-    n_reported, events = (
-        len(features_by_prompt),
-        side_by_side(works(), MAX_CONCURRENT, memory_for_texts(session.runtime)),
-    )
-    for _ in chain(events, (None,)):  # The extra None reports the last prompt, which finishes after the last event.
+    n_reported = len(features_by_prompt)
+    events = side_by_side(works(), MAX_CONCURRENT, memory_for_texts(session.runtime))
+    for _ in chain(events, (None,)):  # The extra None reports the last prompt, which ends after the last event.
         if len(features_by_prompt) > n_reported:
             n_reported = len(features_by_prompt)
             on_step(TrainingStep("collect", n_reported, len(prompts)))
@@ -216,32 +208,32 @@ def collect(
     train, held_out = Features.join(features_in_order[:-n_held_out]), Features.join(features_in_order[-n_held_out:])
     if train.n_rows < MIN_ROWS or not held_out.n_rows:
         raise InvalidInput(
-            f"the completions leave {train.n_rows} positions to learn from and {held_out.n_rows} to measure on:"
-            f" give more prompts or raise --max-new-tokens, so that there are {MIN_ROWS} and 1 at least"
+            f"the completions have {train.n_rows} training positions and {held_out.n_rows} held-out ones, but"
+            f" {MIN_ROWS} and 1 are needed: give more prompts or raise --max-new-tokens"
         )
     return Collected(train, held_out, len(features_in_order), time.monotonic() - started)
 
 
 def features_of(session: Session, prompt: Prompt, depths: Sequence[int]) -> Features:
-    """Return the hidden states at every completion token but the last, for all turns of a prompt."""
+    """Return the hidden states at every completion token except the last, for all turns of a prompt."""
     return alone(_collect_features(session, prompt, depths))
 
 
 def _collect_features(session: Session, prompt: Prompt, depths: Sequence[int]) -> Work[Features]:
-    states_read = [states_of(session.runtime, [], 0, depths)]
+    features_of_turns = [states_of(session.runtime, [], 0, depths)]
 
-    def read(event: WorkEvent) -> None:
-        # A one-token completion has no Round event and no state to train on.
+    def add_turn(event: WorkEvent) -> None:
+        # A completion of one token has no Round event and no state to train on.
         if isinstance(event, Round) and event.context.finish is not None:
             context = event.context
-            states_read.append(states_of(session.runtime, context.token_ids[:-1], context.n_prompt, depths))
+            features_of_turns.append(states_of(session.runtime, context.token_ids[:-1], context.n_prompt, depths))
 
-    yield from subscribed(session.request(prompt, PLAIN), read)
-    return Features.join(states_read)
+    yield from subscribed(session.request(prompt, PLAIN), add_turn)
+    return Features.join(features_of_turns)
 
 
 def states_of(runtime: Runtime, token_ids: Sequence[int], first_token: int, depths: Sequence[int]) -> Features:
-    """Return the hidden states of a text's tokens from `first_token` on, with as few passes as memory allows."""
+    """Return the hidden states of a text's tokens from `first_token` on, from as few passes as memory allows."""
     captured: dict[int, list[Tensor]] = {depth: [] for depth in (*depths, runtime.n_layers)}
     buffer = runtime.new_buffer(len(token_ids))
     for pass_ in runtime.prefill_passes(token_ids, buffer, capture=captured):

@@ -12,10 +12,12 @@ from ...core.serialization import LARGEST, Settings, count, ranged, share
 
 ProbeSampling = Literal["greedy", "top-p"]
 
+MIXED_TASK = "mixed"  # Task name under which heads trained on several streams are stored.
+
 
 @dataclass(frozen=True, slots=True)
 class TrainingSettings(Settings):
-    """Settings of heads and probes alike. `minutes` ends training early, with the cosine at its end.
+    """Settings that heads and probes share. With `minutes`, the learning rate reaches its end within that time.
 
     Raises: SettingsError: a value is out of its range.
     """
@@ -31,13 +33,14 @@ class TrainingSettings(Settings):
 
 @dataclass(frozen=True, slots=True)
 class HeadSettings(TrainingSettings):
-    """Adam, batch, cosine and warm-up are those of AdaDecode, appendix D.
+    """Settings of heads: Adam, batch size, cosine schedule and warm-up of AdaDecode, appendix D.
 
-    DEVIATION: 5 epochs instead of the paper's 100 (ParaDecode: 50), so that a small model is trained in minutes on two
-    cores; the batch counts positions, not texts; and the rate is a fifth of the paper's 5e-3, which makes the heads of
-    SmolLM2-135M overconfident: at threshold 0.75, layers 18, 22 and 26, 26 % of the early tokens of 8
-    held-out prompts were wrong with it, and 9 % with this one. The heads sit deeper than the paper's quarters (8, 16,
-    24 of 32), with which 15 % were wrong and fewer tokens early: a small model decides late.
+    DEVIATION: 5 epochs instead of the paper's 100 (ParaDecode: 50) train a small model in minutes on two cores. The
+    batch counts positions, not texts. The learning rate is a fifth of the paper's 5e-3, which makes the heads of
+    SmolLM2-135M overconfident: with 5e-3, 26 % of the early tokens of 8 held-out prompts were wrong, with 1e-3 9 %
+    (threshold 0.75; layers 18, 22 and 26). The heads are deeper than the paper's quarters (8, 16 and 24 of 32), with
+    which 15 % were wrong and fewer tokens were early: intermediate layers of a small model predict its output less
+    well.
     """
 
     KIND: ClassVar[LearnedKind] = "heads"
@@ -45,46 +48,55 @@ class HeadSettings(TrainingSettings):
     layers: tuple[int, ...] | None = None  # Number of layers below each head; None: derived from `shares`.
     # Head positions as shares of the model's depth, used if `layers` is None: 18, 22 and 26 of 30 layers.
     shares: tuple[float, ...] = (0.6, 0.73, 0.87)
-    full: bool = False  # True: train whole heads instead of a transform in front of the model's own head (Table 3).
+    # True: train full heads (vocab, hidden_size) instead of transforms in front of the model's head (Table 3).
+    full: bool = False
 
     def depths(self, n_layers: int) -> tuple[int, ...]:
-        """Return the depths of the heads in a model of so many layers, shallowest first.
+        """Return the depths of the heads in a model of `n_layers` layers, shallowest first.
 
-        Raises: SettingsError: a layer is not inside the model, or named twice.
+        Raises: SettingsError: a layer is not inside the model, or is given twice.
         """
-        default = {min(n_layers - 1, max(1, round(n_layers * share))) for share in self.shares}
-        return checked_depths(self.layers or tuple(default), n_layers)
+        default_depths = {min(n_layers - 1, max(1, round(n_layers * share))) for share in self.shares}
+        return checked_depths(self.layers or tuple(default_depths), n_layers)
 
 
 @dataclass(frozen=True, slots=True)
 class ProbeSettings(TrainingSettings):
-    """`sampling` says how the early token is chosen, and what "accepted" means; ours, the paper gives no rate."""
+    """Settings of a probe; `sampling` says how the exit chooses its token and when that token counts as accepted.
+
+    AdaSPEED III trains for 500 batches of 4 texts and gives no learning rate and no p: epochs, rate and p are ours.
+    """
 
     KIND: ClassVar[LearnedKind] = "probe"
 
     epochs: int = count(20)
     layer: int | None = None  # Number of layers below the probe; None: a quarter of the model's layers.
     sampling: ProbeSampling = "greedy"
-    top_p: float = ranged(0.9, gt=0, le=1)  # Nucleus size if `sampling` is "top-p" (AdaSPEED III).
+    top_p: float = ranged(0.9, gt=0, le=1)  # p of the exit's and the target's distributions if `sampling` is "top-p".
 
     def depths(self, n_layers: int) -> tuple[int, ...]:
-        """Return the one depth of the probe in a model of so many layers.
+        """Return the depth of the probe in a model of `n_layers` layers.
 
         Raises: SettingsError: the layer is not inside the model.
         """
-        return checked_depths((max(1, round(n_layers / 4)) if self.layer is None else self.layer,), n_layers)
+        return checked_depths((default_exit(n_layers) if self.layer is None else self.layer,), n_layers)
+
+
+def default_exit(n_layers: int) -> int:
+    """Return the default exit layer: a quarter of the layers, as in LayerSkip's examples (8 of 32)."""
+    return max(1, round(n_layers / 4))
 
 
 def checked_depths(depths: tuple[int, ...], n_layers: int) -> tuple[int, ...]:
     """Return the depths, sorted.
 
-    Raises: SettingsError: one is not inside the model, or named twice.
+    Raises: SettingsError: a depth is not inside the model, or is given twice.
     """
     for depth in depths:
         if not 0 < depth < n_layers:
             raise SettingsError(f"layer {depth} is out of range: the model has {n_layers}, use 1 to {n_layers - 1}")
     if len(set(depths)) < len(depths):
-        raise SettingsError(f"layers {', '.join(map(str, depths))} name one twice: name each once")
+        raise SettingsError(f"layers {', '.join(map(str, depths))} contain a layer twice: give each layer once")
     return tuple(sorted(depths))
 
 
@@ -106,8 +118,7 @@ OnStep = Callable[[TrainingStep], None]
 class Trained:
     """Trained weights, figures measured on held-out prompts, and the loss curve (at most 200 points)."""
 
-    # `Heads` or `Probe` of papers/early_exit.py; not imported, to keep torch out of this module.
-    model: Any
+    model: Any  # `Heads` or `Probe` of papers/early_exit.py, which imports torch.
     figures: Mapping[str, float]
     curve: tuple[tuple[int, float], ...]
 

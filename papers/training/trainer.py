@@ -1,6 +1,6 @@
-"""Training of heads and probes: Adam with a cosine rate over shuffled rows, which can be resumed after any step.
+"""Trains heads and probes: Adam with a cosine learning rate over shuffled positions; can continue after any saved step.
 
-Heads learn the last layer's predictions (AdaDecode 2.1); a probe learns whether the token read at its layer is accepted
+Heads learn the last layer's predictions (AdaDecode 2.1). A probe learns whether the token read at its layer is accepted
 (AdaSPEED II.B).
 """
 
@@ -24,9 +24,8 @@ from .features import Checkpoint, Features, collect
 from .settings import HeadSettings, OnStep, ProbeSettings, Trained, TrainingSettings, TrainingStep, ignore
 
 MAX_POINTS = 200  # Maximum number of points in a reported loss curve.
-# Logits processed at a time on a CPU, few enough to stay in its caches, which limit the speed.
-CHUNK_VALUES = 1 << 19
-CHUNK_ROWS = 64  # Positions per chunk when logits are computed, which bounds their memory.
+CHUNK_VALUES = 1 << 19  # Logits processed at a time on a CPU, so that they stay in its caches.
+CHUNK_ROWS = 64  # Positions whose logits are computed at a time, which bounds their memory.
 THRESHOLDS = (0.5, 0.55, 0.6, 0.65, 0.7, 0.75, 0.8, 0.85, 0.9, 0.95)
 
 
@@ -40,18 +39,18 @@ def train(
     budget_s: float | None = None,
     checkpoint: Checkpoint | None = None,
 ) -> Trained:
-    """Train heads, all together, or a probe on the model's own greedy completions of the prompts.
+    """Train a probe, or heads of all depths together, on the model's own greedy completions of the prompts.
 
-    Args:   budget_s: seconds for all of it: at most half for the completions, the rest for training.
-            checkpoint: where to keep what is done; it is not removed.
+    Args:   budget_s: time limit in seconds; at most half goes into the completions, the rest into training.
+            checkpoint: saves progress, from which a later call continues; it is not removed.
     Raises: SettingsError: a layer is out of range. InvalidInput: the stream or its completions are too short.
     """
     depths, started = settings.depths(runtime.n_layers), time.monotonic()
     session = Session(runtime, Sampling(), settings.max_new_tokens)
     features = collect(session, prompts, depths, settings.seed, on_step, checkpoint, budget_s and budget_s / 2)
     objective = _make_objective(runtime, settings, features.train, depths)
-    left_s = None if budget_s is None else max(1.0, budget_s - (time.monotonic() - started))
-    trainer = Trainer(objective, settings, left_s, checkpoint)
+    training_s = None if budget_s is None else max(1.0, budget_s - (time.monotonic() - started))
+    trainer = Trainer(objective, settings, training_s, checkpoint)
     trainer.run(on_step)
     on_step(TrainingStep("measure"))
     curve = trainer.curve()
@@ -78,7 +77,7 @@ def _make_objective(
 
 
 def learning_rate(settings: TrainingSettings, progress: float) -> float:
-    """Return the learning rate after the share `progress` (0 to 1) of the training."""
+    """Return the learning rate at `progress`, the share of the training that is done (0 to 1)."""
     if progress < settings.warm_up:
         return settings.learning_rate * progress / settings.warm_up
     return settings.learning_rate * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
@@ -95,8 +94,8 @@ def batch_rows(settings: TrainingSettings, step: int, n_rows: int) -> Tensor:
 class Trainer:
     """Minimises an objective with Adam; changes `weights` in place.
 
-    With a time limit (`seconds`, or `minutes` in the settings), the learning-rate schedule follows elapsed time
-    whenever that is further ahead than the step count.
+    With a time limit (`seconds`, or `minutes` in the settings), progress is the larger of the shares of steps and of
+    time that have passed, for the learning rate as well.
     """
 
     def __init__(
@@ -106,7 +105,7 @@ class Trainer:
         seconds: float | None = None,
         checkpoint: Checkpoint | None = None,
     ) -> None:
-        self.objective, self.settings, self.kept = objective, settings, checkpoint
+        self.objective, self.settings, self._checkpoint = objective, settings, checkpoint
         self.weights = objective.start()
         limits = [limit for limit in (seconds, settings.minutes and 60 * settings.minutes) if limit is not None]
         self.seconds = min(limits, default=None)
@@ -116,7 +115,7 @@ class Trainer:
         self.losses: list[float] = []
 
     def run(self, on_step: OnStep) -> None:
-        """Run all remaining training steps."""
+        """Run all remaining steps; continue from the checkpoint's training state if there is one."""
         n_rows = self.objective.n_rows
         total_steps = self.settings.epochs * math.ceil(n_rows / self.settings.batch)
         self._resume(total_steps, on_step)
@@ -124,17 +123,17 @@ class Trainer:
         while (progress := self._progress(total_steps)) < 1:
             row_indices = batch_rows(self.settings, self.step, n_rows)
             loss, self.weights.grad = self.objective.gradient(self.weights, row_indices)
-            # A torch scheduler counts steps only, but this learning rate also depends on elapsed time.
+            # torch's schedulers count steps only, but this learning rate also depends on elapsed time.
             self._adam.param_groups[0]["lr"] = learning_rate(self.settings, max(progress, 1 / total_steps))
             self._adam.step()
             self.step += 1
             self.losses.append(loss)
             self.spent_s = before_s + time.monotonic() - started
             on_step(TrainingStep("train", self.step, total_steps, loss))
-            if self.kept is not None and self.kept.due():
-                self._save(self.kept)
-        if self.kept is not None:
-            self._save(self.kept)
+            if self._checkpoint is not None and self._checkpoint.due():
+                self._save(self._checkpoint)
+        if self._checkpoint is not None:
+            self._save(self._checkpoint)
 
     def curve(self) -> tuple[tuple[int, float], ...]:
         """Return (last step, mean loss) of at most `MAX_POINTS` equal blocks of steps."""
@@ -148,28 +147,31 @@ class Trainer:
             for index, losses in enumerate(loss_groups)
         )
 
-    def _progress(self, total: int) -> float:
+    def _progress(self, total_steps: int) -> float:
         time_share = 0.0 if self.seconds is None else self.spent_s / self.seconds
-        return max(self.step / total, time_share)
+        return max(self.step / total_steps, time_share)
 
     def _save(self, checkpoint: Checkpoint) -> None:
         tensors = {"weights": self.weights, **self._adam.state[self.weights]}
         checkpoint.save(tensors, {"step": self.step, "spent_s": self.spent_s, "losses": self.losses})
 
-    def _resume(self, total: int, on_step: OnStep) -> None:
-        state = None if self.kept is None else self.kept.state()
+    def _resume(self, total_steps: int, on_step: OnStep) -> None:
+        state = None if self._checkpoint is None else self._checkpoint.state()
         if state is None:
             return
         tensors, values = state
         self.weights.copy_(tensors.pop("weights"))
         self._adam.load_state_dict({**self._adam.state_dict(), "state": {0: tensors}})
         self.step, self.spent_s, self.losses = values["step"], values["spent_s"], values["losses"]
-        on_step(TrainingStep("train", self.step, total, note=f"resumed: step {self.step} of {total}"))
+        on_step(TrainingStep("train", self.step, total_steps, note=f"resumed: step {self.step} of {total_steps}"))
 
 
 class HeadObjective:
-    """The mean KL(last layer || head) of positions; weights are (heads, hidden_size, hidden_size), or (heads, vocab,
-    hidden_size) of whole heads, in float32 at least, and are rounded to the model's dtype for every step."""
+    """The mean over positions of KL(last layer || head), for several heads at once.
+
+    Weights are (heads, hidden_size, hidden_size), of full heads (heads, vocab, hidden_size). They are float32, or
+    float64 for a float64 model, and are rounded to the model's dtype for every step.
+    """
 
     LAST_POINTS: ClassVar = 5  # The reported loss is the mean of this many last points of the curve.
 
@@ -195,15 +197,17 @@ class HeadObjective:
         return Heads({depth: model_weights[index].clone() for index, depth in enumerate(self.depths)}, self.full)
 
     def gradient(self, weights: Tensor, rows: Tensor) -> tuple[float, Tensor]:
-        """Return the mean loss over positions and heads, and the gradient of each head's loss.
+        """Return the mean loss over positions and heads, and the gradient of each head's mean loss over positions.
 
         The gradient is computed without autograd: at the logits it is head_probs - target_probs, and two matrix
-        products carry it back to the weights.
+        products propagate it to the weights.
+
+        Args: rows: indices of the batch's positions.
         """
         device, model_weights = self.runtime.device, weights.to(self.runtime.dtype)
         target_logits = self.runtime.head(self._final[rows].to(device))  # (rows, vocab)
         normed = self._normed[:, rows].to(device)  # (heads, rows, hidden)
-        # (heads, rows, hidden); with full heads logits (heads, rows, vocab)
+        # (heads, rows, hidden); for full heads these are the logits (heads, rows, vocab)
         transformed = normed @ model_weights.transpose(1, 2)
         logits = (
             transformed
@@ -223,13 +227,14 @@ class HeadObjective:
     def figures(self, weights: Tensor, features: Features) -> dict[str, float]:
         """Measure heads with `weights` on held-out positions.
 
-        Returns: per head `agreement@DEPTH` with the last layer's argmax, the same of the model's own head read there
-                 (`identity@DEPTH`), and `kl@DEPTH`; per threshold γ `early@γ` and `rejected@γ`, see `early_exits`.
+        Returns: per head `agreement@DEPTH`, the share of positions where its argmax is the last layer's;
+                 `identity@DEPTH`, the same for the model's own head there; and `kl@DEPTH`. Per threshold γ `early@γ`
+                 and `rejected@γ`, see `early_exits`.
         """
         runtime, depths, heads = self.runtime, self.depths, self.model(weights)
         is_right = torch.zeros(len(depths), features.n_rows, dtype=torch.bool)
         confidences = torch.zeros(len(depths), features.n_rows)
-        n_same, kl_sums = dict.fromkeys(depths, 0), dict.fromkeys(depths, 0.0)
+        identity_counts, kl_sums = dict.fromkeys(depths, 0), dict.fromkeys(depths, 0.0)
         for start in range(0, features.n_rows, CHUNK_ROWS):
             rows = slice(start, start + CHUNK_ROWS)
             target_logits = runtime.head(features.final[rows].to(runtime.device))
@@ -239,10 +244,11 @@ class HeadObjective:
                 probs, token_ids = torch.softmax(logits, dim=-1, dtype=torch.float32).max(-1)
                 is_right[index, rows] = (token_ids == target_logits.argmax(-1)).cpu()
                 confidences[index, rows] = probs.cpu()
-                n_same[depth] += int((runtime.logits(hidden).argmax(-1) == target_logits.argmax(-1)).sum())
+                is_same = runtime.logits(hidden).argmax(-1) == target_logits.argmax(-1)
+                identity_counts[depth] += int(is_same.sum())
                 kl_sums[depth] += float(kl_to_gradient(target_logits, logits[None]))
         figures = {f"agreement@{depth}": float(is_right[index].float().mean()) for index, depth in enumerate(depths)}
-        figures |= {f"identity@{depth}": n_same[depth] / features.n_rows for depth in depths}
+        figures |= {f"identity@{depth}": identity_counts[depth] / features.n_rows for depth in depths}
         figures |= {f"kl@{depth}": kl_sums[depth] / features.n_rows for depth in depths}
         for threshold in THRESHOLDS:
             figures[f"early@{threshold}"], figures[f"rejected@{threshold}"] = early_exits(
@@ -261,16 +267,17 @@ def vocabulary_product(rows: Tensor, weight: Tensor) -> Tensor:
         return rows @ weight
     chunk = max(1, CHUNK_VALUES // weight.shape[1])
     total = torch.zeros(rows.shape[0], weight.shape[1])
-    for some_rows, some_weight in zip(torch.split(rows, chunk, dim=1), torch.split(weight, chunk), strict=True):
-        total.addmm_(some_rows.float(), some_weight.float())
+    chunks = zip(torch.split(rows, chunk, dim=1), torch.split(weight, chunk), strict=True)
+    for rows_chunk, weight_chunk in chunks:
+        total.addmm_(rows_chunk.float(), weight_chunk.float())
     return total.to(weight.dtype)
 
 
 def kl_to_gradient(target: Tensor, heads: Tensor, softcap: float | None = None) -> Tensor:
-    """Replace every head's logits in place by the gradient of KL(target || head) with respect to them.
+    """Replace the heads' logits in place by the gradients of KL(target || head).
 
-    The gradient is head_probs - target_probs; with a soft cap, it is taken with respect to the logits before the cap.
-    Probabilities are computed in float32 (in float64 for float64 logits), the target's once for all heads.
+    The gradient is head_probs - target_probs; with a soft cap, it is the gradient with respect to the logits before the
+    cap. Probabilities are computed in float32, or in float64 for float64 logits; the target's are shared by all heads.
 
     Args:    target: logits (rows, vocab); heads: logits (heads, rows, vocab).
     Returns: KL in nats, summed over the rows, float64 (heads,).
@@ -295,17 +302,17 @@ def kl_to_gradient(target: Tensor, heads: Tensor, softcap: float | None = None) 
     return kl_totals
 
 
-def early_exits(sure: Tensor, right: Tensor, threshold: float) -> tuple[float, float]:
+def early_exits(confidences: Tensor, is_right: Tensor, threshold: float) -> tuple[float, float]:
     """Return the share of positions that exit early, and the share of these whose early token is wrong.
 
     A position exits at the shallowest head whose highest probability reaches `threshold`.
 
-    Args: sure, right: (heads, n), shallowest head first: its highest probability, and whether its token is the last
-          layer's.
+    Args: confidences: (heads, n), the heads' highest probabilities, shallowest head first. is_right: bool (heads, n),
+          whether the head's token is the last layer's.
     """
-    is_sure = sure >= threshold
-    is_early = is_sure.any(dim=0)
-    is_wrong = is_early & ~right.gather(0, is_sure.int().argmax(dim=0)[None])[0]
+    is_confident = confidences >= threshold
+    is_early = is_confident.any(dim=0)
+    is_wrong = is_early & ~is_right.gather(0, is_confident.int().argmax(dim=0)[None])[0]
     n_early = int(is_early.sum())
     return n_early / len(is_early), int(is_wrong.sum()) / max(1, n_early)
 
@@ -313,34 +320,35 @@ def early_exits(sure: Tensor, right: Tensor, threshold: float) -> tuple[float, f
 def acceptances(runtime: Runtime, data: Features, depth: int, settings: ProbeSettings) -> Tensor:
     """Return for each position whether the last layer accepts the token of an exit at `depth`; bool (n,).
 
-    "greedy": both argmaxes are the same. "top-p": the token is drawn from the exit's distribution and accepted with
-    min(1, target_probs / draft_probs), both cut to the same top-p.
+    With `sampling` "greedy", both argmaxes must be the same. With "top-p", the token is drawn from the exit's
+    distribution and accepted with probability min(1, target_probs / draft_probs), both after top-p.
     """
-    random = torch.Generator().manual_seed(settings.seed)
-    accepted_rows = [torch.zeros(0, dtype=torch.bool)]
+    generator = torch.Generator().manual_seed(settings.seed)
+    accepted_chunks = [torch.zeros(0, dtype=torch.bool)]
     for start in range(0, data.n_rows, CHUNK_ROWS):
         rows = slice(start, start + CHUNK_ROWS)
         draft_logits = runtime.logits(data.hidden[depth][rows].to(runtime.device))
         target_logits = runtime.head(data.final[rows].to(runtime.device))
         if settings.sampling == "greedy":
-            accepted_rows.append((draft_logits.argmax(-1) == target_logits.argmax(-1)).cpu())
+            accepted_chunks.append((draft_logits.argmax(-1) == target_logits.argmax(-1)).cpu())
             continue
         draft_probs, target_probs = _top_p(draft_logits, settings.top_p), _top_p(target_logits, settings.top_p)
-        token_ids = torch.multinomial(draft_probs, 1, generator=random)
+        token_ids = torch.multinomial(draft_probs, 1, generator=generator)
         probability_ratio = target_probs.gather(1, token_ids) / draft_probs.gather(1, token_ids)
-        accepted_rows.append((torch.rand(probability_ratio.shape, generator=random) < probability_ratio)[:, 0])
-    return torch.cat(accepted_rows)
+        accepted_chunks.append((torch.rand(probability_ratio.shape, generator=generator) < probability_ratio)[:, 0])
+    return torch.cat(accepted_chunks)
 
 
 def _top_p(logits: Tensor, top_p: float) -> Tensor:
-    kept_logits = TopPLogitsWarper(top_p)(cast(Any, None), cast(Any, logits.float()))
-    return torch.softmax(kept_logits, dim=-1).cpu()
+    """Return the probabilities (rows, vocab) after top-p, float32 on the CPU."""
+    warped_logits = TopPLogitsWarper(top_p)(cast(Any, None), cast(Any, logits.float()))
+    return torch.softmax(warped_logits, dim=-1).cpu()
 
 
 class ProbeObjective:
     """The binary cross-entropy of a linear probe on standardised states; weights are (hidden_size + 1,), bias last.
 
-    Args: accept: returns for each position whether the token read at `depth` is accepted; bool (n,).
+    Args: accept: returns for each position whether the token read at `depth` is accepted, bool (n,).
     """
 
     LAST_POINTS: ClassVar = 1
@@ -357,12 +365,12 @@ class ProbeObjective:
         return torch.zeros(self._states.shape[1] + 1)
 
     def model(self, weights: Tensor) -> Probe:
-        """Return a probe for unstandardised states, with mean and scale folded into its weights."""
+        """Return a probe that reads states as they are: mean and scale are folded into its weights."""
         direction = weights[:-1] / self._scale
         return Probe(self.depth, direction, float(weights[-1] - direction @ self._mean))
 
     def gradient(self, weights: Tensor, rows: Tensor) -> tuple[float, Tensor]:
-        """Return the mean loss of the rows, and its gradient: (probability - label) times the state."""
+        """Return the mean loss of the rows and its gradient, the mean of (probability - label) times the state."""
         states, labels = self._states[rows], self._accepted[rows]
         scores = states @ weights[:-1] + weights[-1]
         loss = torch.nn.functional.binary_cross_entropy_with_logits(scores, labels)
@@ -376,7 +384,7 @@ class ProbeObjective:
 
 
 def probe_figures(scores: Tensor, accepted: Tensor) -> dict[str, float]:
-    """Measure a probe: `accuracy` at one half, `base_rate` of acceptance, and `auc` where both outcomes occur.
+    """Measure a probe: `accuracy` at threshold 0.5, `base_rate` of acceptance, and `auc` if both outcomes occur.
 
     Args: scores: logits (n,); accepted: bool (n,).
     """

@@ -17,7 +17,7 @@ PEERS = ["bench", "peers", "--model", "smollm2-135m", "--stream", "good.jsonl"]
     [
         ([*PEERS, "--peers", "lama-cpp"], "peer 'lama-cpp' is unknown (nearest: llama-cpp)"),
         ([*PEERS, "--peers", "swiftopt", "--base", "vllm/plain"], "row 'vllm/plain' is unknown"),
-        ([*PEERS, "--gguf", "missing.gguf"], "missing.gguf is no file"),
+        ([*PEERS, "--gguf", "missing.gguf"], "missing.gguf is not a file"),
         ([*PEERS, "--gguf", "a.gguf", "--gguf", "b/a.gguf"], "have the same name"),
         ([*PEERS, "--device", "tpu"], "device 'tpu' is unknown: use one of auto, cpu, cuda"),
         ([*PEERS, "--assistant", "no-such-model-anywhere"], "no-such-model-anywhere"),

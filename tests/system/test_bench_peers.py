@@ -335,7 +335,7 @@ def test_processes_beyond_memory_are_restarted_at_their_next_turn(
     started: list[str],
 ) -> None:
     """This covers processes that were ended for others, and those whose weights the system dropped from memory."""
-    monkeypatch.setattr(turns, "STILL_THERE", still_there)
+    monkeypatch.setattr(turns, "RESIDENT_SHARE", still_there)
     monkeypatch.setenv("SWIFTOPT_CACHE_DIR", str(tmp_path / "cache"))
     questions = questions_of(folder, [Prompt(id=str(i), task="code", text="w1 w2") for i in range(2)], 4)
     rows = [Row(counting, name, "folder") for name in ("plain", "other")]
@@ -358,7 +358,7 @@ def test_processes_on_a_gpu_see_only_it_and_are_limited_by_its_free_memory(
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     free = iter([100, 70, 70, 65, 65, 45, 45, 40])  # before and after: a start, its prompt, the other's; to no end
     monkeypatch.setattr(turns, "free_on", lambda device: next(free) << 30)
-    monkeypatch.setattr(turns, "STILL_THERE", 1e9)  # of the machine's memory: not asked
+    monkeypatch.setattr(turns, "RESIDENT_SHARE", 1e9)  # of the machine's memory: not asked
     questions = questions_of(folder, [Prompt(id="1", task="code", text="w1 w2")], 4)
     rows = [Row(telling, name, "folder") for name in ("plain", "other")]
     request = TurnsRequest("tiny", folder, "float32", threads=1, device="cuda:1")
@@ -391,7 +391,7 @@ def test_rows_beyond_memory_run_in_groups_with_the_first_row(
         return prepared(package, on_step)
 
     monkeypatch.setattr(packages, "prepared", only_counting)
-    bytes_of_one = turns.OWN_BYTES + 1.5 * sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    bytes_of_one = turns.PROCESS_BYTES + 1.5 * sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     questions = questions_of(folder, [Prompt(id="1", task="code", text="w1 w2")], 4)
     rows = [Row(counting, name, "folder") for name in ("plain", "a", "b", "c")]
     rows.append(Row(replace(counting, name="lost"), "d", "folder"))  # of no size

@@ -38,7 +38,7 @@ from swiftopt.core.types import Prompt, Sampling, Trial
 from swiftopt.decoding.methods import Resources, build
 from swiftopt.decoding.methods.chains import SpdSettings
 from swiftopt.decoding.session import Session
-from swiftopt.engines.drafts import alternating, lengths_by_load, own_acceptance
+from swiftopt.engines.drafts import alternating_sets, lengths_by_load, measured_acceptance
 from swiftopt.engines.export import ENGINES, export
 from swiftopt.models import restacked
 from swiftopt.models.coded import rounded
@@ -317,7 +317,7 @@ def test_every_engine_gets_a_draft_with_settings_and_a_readme(tiny: Path, tmp_pa
     assert str(made.n_draft_tokens) in (tmp_path / "out" / row.settings_file).read_text()
     assert "acceptance 0.90" in page and "speed-up 1.31" in page and (str(tiny) in page or engine == "llamacpp")
     assert page.startswith(f"# {tiny.name} in {row.title}\n")
-    assert ("Not run" in page) == (not row.run_here)
+    assert ("Not run" in page) == (not row.is_tested)
     assert distance(SKIPPING, made.layer_set or LayerSet(4)) == (0 if row.no_ops else 1)
     assert "does not alternate" in made.remarks[0]
     summary = json.loads((tmp_path / "out" / "export.json").read_text())
@@ -556,7 +556,7 @@ def test_plan_tuned_in_an_engine_has_its_draft_and_length(tiny: Path, tmp_path: 
     assert {name for _, name in written.layer_set.formats} == {"int8"} and written.settings["method"] == "adaptive"
     with pytest.raises(InvalidInput, match="version 3 is for llamacpp: export it --to llamacpp"):
         export(tuned("text"), str(tiny), "vllm", tmp_path / "other")
-    with pytest.raises(InvalidInput, match="of which there is nothing to write"):
+    with pytest.raises(InvalidInput, match="which needs no files"):
         export(tuned("server"), str(tiny), "llamacpp", tmp_path / "other")
 
 
@@ -597,9 +597,9 @@ def test_set_with_the_best_trials_wins_at_equal_distance() -> None:
     candidates = nearest(SKIPPING)
     assert len(candidates) > 2
     trials = [Trial(1, candidates[0], "random", 0.5, 0.5), Trial(2, candidates[2], "random", 0.75, 0.5)]
-    assert alternating(SKIPPING, False, trials)[:2] == (candidates[2], candidates[0])
-    assert alternating(SKIPPING, False, []) == candidates
-    assert alternating(LayerSet(4), False, trials) == (LayerSet(4),)
+    assert alternating_sets(SKIPPING, False, trials)[:2] == (candidates[2], candidates[0])
+    assert alternating_sets(SKIPPING, False, []) == candidates
+    assert alternating_sets(LayerSet(4), False, trials) == (LayerSet(4),)
 
 
 def test_reported_acceptance_equals_that_of_the_exported_draft(tiny: Path, tmp_path: Path) -> None:
@@ -612,13 +612,13 @@ def test_reported_acceptance_equals_that_of_the_exported_draft(tiny: Path, tmp_p
     method = build("spd", Resources(target, draft_runtime=draft), SpdSettings(length, None))
     done = [session.run(prompt, method)[0].completion for prompt in prompts]
     drafted, accepted = sum(one.drafted for one in done), sum(one.accepted for one in done)
-    (mine,) = own_acceptance(target, prompts, [made.layer_set or SKIPPING])
+    (mine,) = measured_acceptance(target, prompts, [made.layer_set or SKIPPING])
     assert mine.counts(length)[1:] == (drafted, accepted) and 0 < accepted < drafted
     value = json.loads(summary)
     assert (
         value["acceptance"] == round(accepted / drafted, 4) and f"{accepted / drafted:.2f}, measured with its" in page
     )
-    others = own_acceptance(target, prompts, nearest(SKIPPING)[:5])
+    others = measured_acceptance(target, prompts, nearest(SKIPPING)[:5])
     assert max(each.tokens_per_round(1) for each in others) >= mine.tokens_per_round(1) > 1
     exact = export(plan_of(SKIPPING), str(tiny), "vllm", tmp_path / "exact", prompts=prompts)
     candidates = {SKIPPING, *nearest(SKIPPING)}

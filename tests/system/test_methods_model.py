@@ -13,7 +13,7 @@ from swiftopt.decoding.session import Session
 from swiftopt.models.loading import load
 from swiftopt.models.runtime import Runtime
 from swiftopt.papers.early_exit import Heads, Probe
-from swiftopt.papers.methods.early_exit import default_exit
+from swiftopt.papers.training.settings import default_exit
 
 pytestmark = pytest.mark.model
 TEXT = "def add(a, b):\n    return a + b\n\n\ndef subtract(a, b):\n"  # goes on with what it has said

@@ -89,10 +89,10 @@ NUMBERS: dict[str, dict[str, tuple[Any, str]]] = {
         "drawn_branching": (((0.5, 10), (0.8, 5), (0.95, 3), (1.0, 1)), "get_choices_list, above temperature 0"),
     },
     "self-sd": {
-        "stop_threshold": (0.6, "AdaDecode B"),
-        "max_draft_length": (12, "AdaDecode B"),
-        "max_steps": (200, "AdaDecode C.1"),
-        "n_prompts": (4, "AdaDecode C.1"),
+        "stop_threshold": (0.6, "AdaDecode C"),
+        "max_draft_length": (12, "AdaDecode C"),
+        "max_steps": (200, "AdaDecode C"),
+        "n_prompts": (4, "AdaDecode C"),
         "uniform_starts": (False, "Draft & Verify 3.2: none"),
     },
     "adadecode": {

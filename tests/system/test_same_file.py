@@ -101,7 +101,7 @@ def test_prompts_have_their_depths_length_and_no_common_prefix(file: Path) -> No
 def test_cells_beyond_the_limits_are_refused_before_any_installation(file: Path, tmp_path: Path) -> None:
     with pytest.raises(ContextOverflow, match=r"a depth of 8000 needs 8192 positions .* has 512: lower --depths"):
         SameFile(SameFileRequest(str(file)), file_rows())
-    with pytest.raises(SettingsError, match="is no GGUF file"):
+    with pytest.raises(SettingsError, match="is not a GGUF file"):
         SameFile(SameFileRequest("qwen2.5-0.5b"), file_rows())
 
 

@@ -158,7 +158,7 @@ def test_weights_of_another_model_are_refused(runtime: Runtime) -> None:
         learned_from_bytes("probe", data, runtime)
     deep = learned_to_bytes(Heads({9: torch.eye(32)}), a_record(runtime, depths=(9,)))
     narrow = learned_to_bytes(Heads({1: torch.eye(5)}), a_record(runtime, depths=(1,)))
-    for wrong, words in ((deep, "sit after layer 9"), (narrow, r"has the shape \(5, 5\)")):
+    for wrong, words in ((deep, "the state after 9 layers"), (narrow, r"has the shape \(5, 5\)")):
         with pytest.raises(InvalidInput, match=words):
             learned_from_bytes("heads", wrong, runtime)
 

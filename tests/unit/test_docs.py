@@ -420,10 +420,19 @@ def test_table_agrees_with_the_result_files(page: Path, made: Callable[[], str])
 @pytest.mark.parametrize("entry", papers.PAPERS, ids=lambda entry: entry.key)
 def test_commands_of_repeated_tables_parse(entry: papers.Repeated) -> None:
     assert (ROOT / entry.example).exists()
-    if entry.module == "swiftopt":
+    if entry.program == "swiftopt":
         check_words(papers.command_of(entry, "smollm2-135m", None, 6))
     if entry.first:
         check_words([*entry.first.split(), "--model", "smollm2-135m", "--stream", entry.example])
+
+
+def test_parts_of_a_papers_method_are_made_on_lines_after_the_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # a stream's path is the caller's, not one in the repository
+    Path("stream.jsonl").write_text("a\nb\nc\n", encoding="utf-8")
+    assert papers.training_lines(Path("stream.jsonl"), 2) == ["c\n"]
+    assert papers.training_lines(Path("stream.jsonl"), 3) == ["a\n", "b\n", "c\n"]  # a short stream has no others
 
 
 def check_words(words: list[str]) -> None:

@@ -183,7 +183,7 @@ def test_engine_whose_plain_decoding_fails_stores_nothing(folder: Path, store: S
 
 
 def test_what_cannot_be_tuned_is_said_before_anything_runs(folder: Path, store: Store) -> None:
-    with pytest.raises(InvalidInput, match="sglang is not run by swiftopt: start its servers"):
+    with pytest.raises(InvalidInput, match="swiftopt cannot run sglang: start its servers"):
         tuned(folder, store, MadeUp({}), "sglang")
     runs = MadeUp({})
     request = EngineTuneRequest(str(folder), "vllm", max_new_tokens=4)

@@ -80,12 +80,12 @@ def test_benchmark_of_an_engine_becomes_its_plan_with_a_verdict(tmp_path: Path, 
     [
         ([{"output_throughput": 1.0}], "has totals only: run `vllm bench serve` with --save-detailed"),
         ([vllm(1.0, errors=["", "it broke"])], "1 requests that failed (it broke): run it again"),
-        ([{"timings": {"predicted_n": 3}}], "lacks what a benchmark has"),
+        ([{"timings": {"predicted_n": 3}}], "lacks a field of a benchmark"),
         ([vllm(0.0)], "request 1 in"),
         ([vllm(float("nan"))], "has 20 tokens in nan s: run the benchmark again"),
-        ([vllm(1.0, spec_decode_draft_tokens="many")], "lacks what a benchmark has"),
-        ([{"a": 1}], "is no benchmark that is known"),
-        ([], "is no benchmark that is known"),
+        ([vllm(1.0, spec_decode_draft_tokens="many")], "lacks a field of a benchmark"),
+        ([{"a": 1}], "is not a known benchmark"),
+        ([], "is not a known benchmark"),
     ],
 )
 def test_file_that_is_no_benchmark_is_refused_in_a_sentence(tmp_path: Path, values: list[Any], words: str) -> None:

@@ -111,6 +111,14 @@ def test_longer_prefix_is_tried_after_a_shorter_one_failed() -> None:
     assert RandomTarget(JointRatio(0.5, VOCAB, 1.0), unlucky, rows, 3).walk().path == ()
 
 
+def test_threshold_one_accepts_no_token_even_where_the_target_is_surer_than_the_draft() -> None:
+    draft = Draft(DraftTree.grow(0, [[1], [2]]), logprobs=(0.0, math.log(0.1), math.log(0.1)))
+    rows = torch.zeros((3, VOCAB), dtype=torch.float64)
+    rows[0, 1] = rows[1, 2] = rows[2, 3] = 1.0  # p / q is 10, then 100
+    assert RandomTarget(JointRatio(1.0, VOCAB, 1.0), draft, rows, 3).walk().path == ()
+    assert RandomTarget(JointRatio(0.99, VOCAB, 1.0), draft, rows, 3).walk().path == (1, 2)
+
+
 def test_threshold_zero_keeps_all_that_the_target_does_not_rule_out() -> None:
     rows = table(3, 4)
     rows[2, 6] = 0.0

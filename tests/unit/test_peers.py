@@ -123,7 +123,7 @@ def test_peers_are_selected_by_engine_or_row_in_table_order() -> None:
 
 def test_each_given_file_is_a_row_of_both_builds_with_other_weights(tmp_path: Path) -> None:
     path = tmp_path / "Q4_K_M.gguf"
-    with pytest.raises(SettingsError, match="is no file"):
+    with pytest.raises(SettingsError, match="is not a file"):
         all_rows([path])
     path.touch()
     rows = [row for row in all_rows([path]) if row.file == path]
@@ -162,9 +162,9 @@ def test_exported_folder_is_a_row_with_its_settings_and_draft(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"schema": "other/1"}, "is no exported plan: name a folder that `swiftopt export` wrote"),
-        ({"settings": None}, "is no exported plan"),
-        ({"engine": "sglang"}, "is for sglang, which is not run here: export to one of llamacpp, openvino"),
+        ({"schema": "other/1"}, "is not an exported plan: name a folder that `swiftopt export` wrote"),
+        ({"settings": None}, "is not an exported plan"),
+        ({"engine": "sglang"}, "is for sglang, which swiftopt cannot run: export to one of llamacpp, openvino"),
         ({"draft": None}, "names no draft for llamacpp: export the plan again"),
         ({"draft": "lost"}, "lacks its draft lost: export the plan again"),
     ],
@@ -174,7 +174,7 @@ def test_folder_is_refused_if_it_is_not_an_export_or_cannot_run(
 ) -> None:
     with pytest.raises(SettingsError, match=words):
         all_rows(exported=[exported(tmp_path / "one", **changes)])
-    with pytest.raises(SettingsError, match="is no exported plan"):
+    with pytest.raises(SettingsError, match="is not an exported plan"):
         all_rows(exported=[tmp_path])
 
 
@@ -279,7 +279,7 @@ def test_environments_of_different_devices_have_different_folders() -> None:
 
 
 def test_missing_build_for_a_device_is_reported_in_a_sentence() -> None:
-    with pytest.raises(EngineFailed, match=r"^openvino-genai computes on no CUDA device: use --device cpu for it$"):
+    with pytest.raises(EngineFailed, match=r"^openvino-genai has no CUDA build: use --device cpu for it$"):
         prepared(PACKAGES["openvino"].built_for("cuda:0"))
 
 

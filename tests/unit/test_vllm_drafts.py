@@ -88,14 +88,14 @@ def test_a_draft_is_as_long_as_a_rows_time_is_worth(monkeypatch: pytest.MonkeyPa
 
 def test_a_row_is_worth_what_the_steps_say() -> None:
     times = StepTimes()
-    assert times.row_worth == vllm_drafts.FIRST_WORTH
+    assert times.row_cost == vllm_drafts.INITIAL_ROW_COST
     for rows in (1, 4, 8, 2, 6, 1, 4):
         times.add(rows, 1.0 + 0.1 * (rows - 1), tokens=2)
         times.add(rows, 1.0 + 0.1 * (rows - 1), tokens=2)
     times.add(4, 60.0, tokens=2)  # one that compiled
     n, _, _, seconds, *_ = times.sums
     mean = seconds / n
-    assert times.row_worth == pytest.approx(0.1 * 2 / mean)
+    assert times.row_cost == pytest.approx(0.1 * 2 / mean)
     for _ in range(400):
         times.add(1, 1.0, tokens=1)
-    assert times.row_worth == vllm_drafts.FIRST_WORTH  # what is not seen for long is tried again
+    assert times.row_cost == vllm_drafts.INITIAL_ROW_COST  # what is not seen for long is tried again
