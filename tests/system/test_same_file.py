@@ -113,7 +113,7 @@ def test_command_shows_both_tables_and_reasons_of_failed_rows(
     given = ["bench", "peers", "--gguf", str(file), "--depths", "0", "--at-once", "2", "--max-new-tokens", "5"]
     assert run([*given, "--limit", "3"]) == 0
     out, err = capsys.readouterr()
-    assert "to the first token" in out and "llama-cpp/plain" in out and "not run (1)" in out
+    assert "until the first token" in out and "llama-cpp/plain" in out and "not run (1)" in out
     assert "(1) ik-llama-cpp/plain, ik-llama-cpp/plain at depth 0, 2 at once: RuntimeError: it is broken" in " ".join(
         out.split()
     )

@@ -161,7 +161,7 @@ def test_heads_sit_in_the_upper_half_of_the_depth() -> None:
 
 @pytest.mark.parametrize("layers", [(0,), (4,), (-1, 2), (2, 2)])
 def test_layer_outside_the_model_is_refused(layers: tuple[int, ...]) -> None:
-    with pytest.raises(SettingsError, match=r"use 1 to 3|name each once"):
+    with pytest.raises(SettingsError, match=r"use 1 to 3|give each layer once"):
         HeadSettings(layers=layers).depths(4)
 
 
