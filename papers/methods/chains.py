@@ -21,9 +21,10 @@ class AdaptiveThreshold(Settings):
     AdaDecode's appendix C.
 
     DEVIATION: two rules are from Draft & Verify's published code: the rate starts at 0; and a draft of full length does
-    not lower the threshold, which could not have made it longer. Two are ours: the threshold stays at or below 1,
-    because above 1 every draft ends at its first token and a higher value would only take longer to fall; and a sampled
-    token is judged by the distribution that it was drawn from, in that code by the one before temperature and top-p.
+    not lower the threshold, because a lower one could not have made it longer. Two are ours: the threshold stays at or
+    below 1, because above 1 every draft ends at its first token and a higher value would only take longer to fall; and
+    a sampled token is judged by the distribution that it was drawn from, where that code uses the one before
+    temperature and top-p.
     """
 
     stop_threshold: float = share(0.8)  # γ at the start (AdaSPEED, appendix A).
