@@ -230,10 +230,10 @@ class SameFile:
         seconds: list[float | None] = []
         for is_cold in (True, False):
             evicted = is_cold and all([_evict(path) for path in parts_of(self.file)])
-            begun = perf_counter()
+            started = perf_counter()
             child = self._child(row, LEAST_TOKENS + ROOM, 1)
             child.ask({"requests": self._requests(0, 1, 1)}, self.request.timeout_s)
-            seconds.append(perf_counter() - begun if evicted or not is_cold else None)
+            seconds.append(perf_counter() - started if evicted or not is_cold else None)
             start.peak_bytes = max(start.peak_bytes, child.memory().peak)
             self._children.pop(row.name).close()
         start.cold_s, start.warm_s = seconds
