@@ -210,7 +210,7 @@ def learned_from_bytes(kind: LearnedKind, data: bytes, runtime: Runtime) -> Head
     for depth in depths:
         if not 0 < depth < runtime.n_layers:
             raise InvalidInput(
-                f"the {kind} read the state after {depth} layers, but this model has {runtime.n_layers}: train again"
+                f"the {kind} cannot read the state after {depth} layers: this model has {runtime.n_layers}; train again"
             )
     hidden_size = int(runtime.config.get_text_config().hidden_size)
     if kind == "probe":
