@@ -60,7 +60,7 @@ class PackedBlocks:
         if self.codes.device.type != "cpu":
             return self._moved(outputs.cpu())
         weights = torch.empty((len(outputs), self.n_in))
-        self.kernels.numbers(ctypes.byref(self.map()), outputs.data_ptr(), len(outputs), weights.data_ptr())
+        self.kernels.dequantise(ctypes.byref(self.map()), outputs.data_ptr(), len(outputs), weights.data_ptr())
         return weights
 
     def _moved(self, outputs: Tensor) -> Tensor:

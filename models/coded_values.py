@@ -16,7 +16,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-MOST_BELOW = 31  # Steps between the largest exponent of a row and the exponent just below code 1.
+EXPONENT_STEPS = 31  # Steps between the largest exponent of a row and the exponent just below code 1.
 
 
 def kept_width(n_inputs: int, n_values: int) -> int:
@@ -59,4 +59,4 @@ def _exponents(values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return the bits of bfloat16 values and their exponents, int32 (rows, n), and each row's base."""
     bits = values.contiguous().view(torch.int16).int()
     exponents = bits >> 7 & 0xFF
-    return bits, exponents, (exponents.amax(dim=-1, keepdim=True) - MOST_BELOW).clamp(min=0)
+    return bits, exponents, (exponents.amax(dim=-1, keepdim=True) - EXPONENT_STEPS).clamp(min=0)

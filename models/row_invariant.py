@@ -22,7 +22,7 @@ from .expert_choice import chooser_of
 from .family import Experts
 from .fused import GATES, FusedNorm, fuse, norms_of
 from .kernels import device, device_codes, device_experts, device_states, layout
-from .kernels.experts import choosing_of, correction_of
+from .kernels.experts import correction_of, routing_of
 from .kernels.layout import Unsupported
 from .kernels.limits import norm_gating_of, refuse_group, refuse_hooks
 from .mixtures import in_order
@@ -120,7 +120,7 @@ def _mixture(runtime: Runtime, block: Block, named: Experts) -> dict[Any, Callab
     router, experts = mlp.get_submodule(named.router), mlp.get_submodule(named.experts)
     products = _products(runtime, experts, named)
     n_experts = router.weight.shape[0]
-    how, correction = choosing_of(runtime.config, mlp, named, n_experts), correction_of(mlp)
+    routing, correction = routing_of(runtime.config, mlp, named, n_experts), correction_of(mlp)
     bias: Any = getattr(router, "bias", None)
     rounded = router.weight.dtype if named.rounds_logits else torch.float32
     chooser = chooser_of(mlp, named)
@@ -132,7 +132,7 @@ def _mixture(runtime: Runtime, block: Block, named: Experts) -> dict[Any, Callab
     def chosen(hidden: Tensor, *_: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         rows: Any = hidden.flatten(0, -2).to(router.weight.dtype)
         logits = device.linear(rows, router.weight, bias, dtype=rounded)
-        taken, weights = device_experts.choose(logits, correction, how)
+        taken, weights = device_experts.choose(logits, correction, routing)
         return (taken, weights, logits) if is_reversed else (logits, weights, taken)
 
     def computed(hidden: Tensor, taken: Tensor, weights: Tensor) -> Tensor:

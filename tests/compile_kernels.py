@@ -205,9 +205,9 @@ def compile_experts(dtype: torch.dtype) -> None:
     x, taken = meta(ROWS, 2048, dtype=dtype), meta(ROWS, 8, dtype=torch.int32)
     for scores in range(len(layout.SCORES)):
         n_best = 1 + scores % 2  # Experts whose scores a group is chosen by.
-        how = layout.Choosing(128, 8, 8, 4 if scores else 8, scores, 1, n_best, 1e-20, 1.0, 0.01)
+        routing = layout.Routing(128, 8, 8, 4 if scores else 8, scores, 1, n_best, 1e-20, 1.0, 0.01)
         logits, correction = meta(ROWS, 128, dtype=torch.float32), meta(128, dtype=torch.float32)
-        device_experts.choose(logits, correction if scores else None, how)
+        device_experts.choose(logits, correction if scores else None, routing)
     shared = device_experts.shared_out(taken, 128)
     for biases in ((None, None), (meta(128, 1536, dtype=dtype), meta(128, 2048, dtype=dtype))):
         both = device_experts.expert_linear(x, meta(128, 1536, 2048, dtype=dtype), biases[0], taken, *shared)

@@ -16,13 +16,13 @@ template <class T> struct Word {  // one value each
     static constexpr int PER = 1;
     static constexpr int UNIT = PER;  // places that one product adds up
     static vf get(const T* x, int word, int n) { return part_of(x, word, n); }
-    // Lay out a row of n values as columns of `mix`, in whole lanes.
-    static void spread(const T* x, const T*, int n, float* to) {
+    // Lay out a row of n values as columns for `mix`, padded to whole lanes.
+    static void lay_out(const T* x, const T*, int n, float* to) {
         for (int i = 0; i < n; i += LANES) store(to + i, part_of(x, i, n));
     }
-    // The channel that `spread` stores in a column.
+    // The channel that `lay_out` stores in a column.
     static constexpr int channel(int column) { return column; }
-    static void put(float* words, int64_t at, vf value) { store(words + at, value); }
+    static void store_words(float* words, int64_t at, vf value) { store(words + at, value); }
     static vf add(vf acc, vf a, vf b) { return fma(a, b, acc); }
     // Divide columns by a number, and store them as a row of n values.
     static void divide(const float* x, float by, int n, T* to) {
@@ -48,7 +48,7 @@ template <> struct Word<bf16> {  // two values each
         return (vf)(left >= 32 ? _mm512_loadu_si512(x + 2 * word) : _mm512_maskz_loadu_epi16((1ull << left) - 1, x + 2 * word));
     }
     // Interleave two rows of n values; `divide` undoes the order of the columns.
-    static void spread(const bf16* x, const bf16* y, int n, float* to) {
+    static void lay_out(const bf16* x, const bf16* y, int n, float* to) {
         for (int i = 0; i < n; i += 32) {
             const __m512i a = (__m512i)get(x, i / 2, n), b = (__m512i)get(y, i / 2, n);
             store(to + i, (vf)_mm512_unpacklo_epi16(a, b));
@@ -60,7 +60,7 @@ template <> struct Word<bf16> {  // two values each
         return column / 32 * 32 + lane / 4 * 8 + column % 32 / 16 * 4 + lane % 4;
     }
     // Store values from index `at` on, in place of floats that have been read already.
-    static void put(float* words, int64_t at, vf value) {
+    static void store_words(float* words, int64_t at, vf value) {
         const __m256bh rounded = _mm512_cvtneps_pbh((__m512)value);
         memcpy((bf16*)words + at, &rounded, sizeof rounded);
     }
@@ -75,16 +75,16 @@ template <> struct Word<bf16> {  // two values each
 };
 #endif
 
-constexpr int PLACES = 512;          // places of a block
-constexpr int MOST_TOGETHER = 128;   // most heads, of all rows together, that are computed in one call
-constexpr int BESIDE = PLACES + 48;  // floats from one head's scores to the next: products are written in whole tiles
-constexpr int WIDEST_HEAD = 1024;
-constexpr int SLOTS_AT_ONCE = 64;
-constexpr int ASKED = 6144;  // distance in bytes from keys or values in use to those that are prefetched
+constexpr int PLACES = 512;  // places of a block
+constexpr int MAX_HEADS = 128;  // heads, of all rows together, that are computed in one call
+constexpr int SCORE_STRIDE = PLACES + 48;  // floats from one head's scores to the next: products are written in whole tiles
+constexpr int MAX_HEAD_WIDTH = 1024;
+constexpr int SLOT_BATCH = 64;  // slots whose keys or values are laid out at a time
+constexpr int SLOT_PREFETCH_BYTES = 6144;  // distance in bytes from keys or values in use to those that are prefetched
 #if defined(WITH_AVX512)
-constexpr int TALL = 6, DEEP = 4;  // heads and vectors of columns whose sums fit the registers
+constexpr int SUM_ROWS = 6, SUM_VECTORS = 4;  // heads and vectors of columns whose sums fit the registers
 #else
-constexpr int TALL = 3, DEEP = 2;
+constexpr int SUM_ROWS = 3, SUM_VECTORS = 2;
 #endif
 
 static inline int64_t whole_lanes(int64_t n) { return (n + LANES - 1) / LANES * LANES; }
@@ -92,7 +92,7 @@ static inline int64_t columns_of(int64_t width) { return (width + 2 * LANES - 1)
 
 // The most floats of scratch memory that `attend` needs.
 static inline int64_t scratch_of(int64_t width) {
-    return (MOST_TOGETHER + LANES) * BESIDE + (4 * MOST_TOGETHER + PLACES / 2) * columns_of(width);
+    return (MAX_HEADS + LANES) * SCORE_STRIDE + (4 * MAX_HEADS + PLACES / 2) * columns_of(width);
 }
 
 // C[h][column] += sum over k of a[h][k] * b[k][column], for H rows and D vectors of columns. `fresh`: C is overwritten.
@@ -117,8 +117,8 @@ static inline void sums_tile(
         for (int d = 0; d < D; d++) store(c + h * ldc + d * LANES, acc[h][d]);
 }
 
-// The same for m rows, at most TALL.
-template <class T, int D, int H = TALL>
+// The same for m rows, at most SUM_ROWS.
+template <class T, int D, int H = SUM_ROWS>
 static inline void sums_tile_of(
     int m, const float* a, int64_t lda, const float* b, int64_t ldb, int64_t n_k, float* c, int64_t ldc, bool fresh) {
     if (m == H) sums_tile<T, H, D>(a, lda, b, ldb, n_k, c, ldc, fresh);
@@ -129,11 +129,11 @@ static inline void sums_tile_of(
 template <class T>
 static void add_sums(
     int m, const float* a, int64_t lda, const float* b, int64_t ldb, int64_t n_k, int64_t n, float* c, int64_t ldc, bool fresh) {
-    for (int h = 0; h < m; h += TALL, a += TALL * lda, c += TALL * ldc) {
-        const int n_rows = std::min(TALL, m - h);
+    for (int h = 0; h < m; h += SUM_ROWS, a += SUM_ROWS * lda, c += SUM_ROWS * ldc) {
+        const int n_rows = std::min(SUM_ROWS, m - h);
         int64_t at = 0;
-        for (; at + DEEP * LANES <= n; at += DEEP * LANES)
-            sums_tile_of<T, DEEP>(n_rows, a, lda, b + at, ldb, n_k, c + at, ldc, fresh);
+        for (; at + SUM_VECTORS * LANES <= n; at += SUM_VECTORS * LANES)
+            sums_tile_of<T, SUM_VECTORS>(n_rows, a, lda, b + at, ldb, n_k, c + at, ldc, fresh);
         for (; at < n; at += LANES) sums_tile_of<T, 1>(n_rows, a, lda, b + at, ldb, n_k, c + at, ldc, fresh);
     }
 }
@@ -149,17 +149,17 @@ static inline vf corner(vf a, vf b, std::integer_sequence<int, I...>) {
 }
 
 // Swap the two values of each pair of lanes.
-template <int... I> static inline vf neighbours(vf x, std::integer_sequence<int, I...>) {
+template <int... I> static inline vf swap_pairs(vf x, std::integer_sequence<int, I...>) {
 #if defined(__clang__)
     return __builtin_shufflevector(x, x, (I ^ 1)...);
 #else
     return __builtin_shuffle(x, vi{(I ^ 1)...});
 #endif
 }
-static inline vf neighbours(vf x) { return neighbours(x, std::make_integer_sequence<int, LANES>{}); }
+static inline vf swap_pairs(vf x) { return swap_pairs(x, std::make_integer_sequence<int, LANES>{}); }
 
-// Transpose a square of LANES by LANES words: exchange the corners of its halves, then of its quarters, and so on.
-template <int STEP = LANES / 2> static inline __attribute__((always_inline)) void turn(vf* rows) {
+// Transpose a square of LANES by LANES words: exchange corners of its halves, then of its quarters, and so on.
+template <int STEP = LANES / 2> static inline __attribute__((always_inline)) void transpose(vf* rows) {
     constexpr std::make_integer_sequence<int, LANES> lanes;
 #pragma GCC unroll 16
     for (int i = 0; i < LANES; i++) {
@@ -167,71 +167,71 @@ template <int STEP = LANES / 2> static inline __attribute__((always_inline)) voi
         const vf a = rows[i], b = rows[i + STEP];
         rows[i] = corner<STEP, true>(a, b, lanes), rows[i + STEP] = corner<STEP, false>(a, b, lanes);
     }
-    if constexpr (STEP > 1) turn<STEP / 2>(rows);
+    if constexpr (STEP > 1) transpose<STEP / 2>(rows);
 }
 
 // Iterates over the slots of a row, from index `at` of its first run on.
 struct Slots {
     const Run* run;
     int64_t at;
-    void enter() {
+    void skip_finished_runs() {
         while (at >= run->length) at -= run->length, run++;
     }
     int32_t next() {
-        enter();
+        skip_finished_runs();
         return int32_t(run->start + at++);
     }
 };
 
-// Prefetch the row that is ASKED bytes after a row. A larger distance would evict rows from the first-level cache before they
+// Prefetch the row SLOT_PREFETCH_BYTES after `row`. A larger distance would evict rows from the first-level cache before they
 // are read.
-template <class T> static inline void ask_behind(const T* row, int width) {
-    for (int i = 0; i < width; i += 64 / int(sizeof(T))) __builtin_prefetch(row + ASKED / sizeof(T) + i, 0, 3);
+template <class T> static inline void prefetch_slot(const T* row, int width) {
+    for (int i = 0; i < width; i += 64 / int(sizeof(T))) __builtin_prefetch(row + SLOT_PREFETCH_BYTES / sizeof(T) + i, 0, 3);
 }
 
-// Queries of m heads in the layout of `scores_of`; a transposed copy is written to `room` if tiles need one.
-template <class T> static const float* turned(int, const float* query, int, float*) { return query; }
+// Queries of m heads in the layout of `scores_of`; a transposed copy is written to `to` if tiles need one.
+template <class T> static const float* tiled_queries(int, const float* query, int, float*) { return query; }
 
 // Scores of m queries, words (m, columns_of(width)), with the keys of n slots.
 template <class T>
 static void scores_of(int m, const float* query, Slots slots, int n, const T* keys, int width, float* block, float* scores) {
     const int n_words = (width + Word<T>::PER - 1) / Word<T>::PER;
-    for (int from = 0; from < n; from += SLOTS_AT_ONCE) {
-        const int n_slots = std::min(SLOTS_AT_ONCE, n - from);
+    for (int from = 0; from < n; from += SLOT_BATCH) {
+        const int n_slots = std::min(SLOT_BATCH, n - from);
         for (int s = 0; s < n_slots; s += LANES) {
             const T* rows[LANES];  // the last slot fills up the vector: its further scores are overwritten or never read
             for (int i = 0; i < LANES; i++) {
                 rows[i] = s + i < n_slots ? keys + int64_t(slots.next()) * width : rows[i - 1];
-                ask_behind(rows[i], width);
+                prefetch_slot(rows[i], width);
             }
             for (int w = 0; w < n_words; w += LANES) {
                 vf square[LANES];
 #pragma GCC unroll 16
                 for (int i = 0; i < LANES; i++) square[i] = Word<T>::get(rows[i], w, width);
-                turn(square);
+                transpose(square);
 #pragma GCC unroll 16
-                for (int i = 0; i < LANES; i++) store(block + (w + i) * SLOTS_AT_ONCE + s, square[i]);
+                for (int i = 0; i < LANES; i++) store(block + (w + i) * SLOT_BATCH + s, square[i]);
             }
         }
         const int64_t n_columns = whole_lanes(n_slots);
-        add_sums<T>(m, query, columns_of(width), block, SLOTS_AT_ONCE, n_words, n_columns, scores + from, BESIDE, true);
+        add_sums<T>(m, query, columns_of(width), block, SLOT_BATCH, n_words, n_columns, scores + from, SCORE_STRIDE, true);
     }
 }
 
 // Lay out the values of places [from, to) for `mix`. The slots are at places [first, last); other places have zeros.
 template <class T>
-static void spread(Slots& slots, int first, int last, int from, int to, const T* values, int width, float* block) {
+static void lay_out_values(Slots& slots, int first, int last, int from, int to, const T* values, int width, float* block) {
     constexpr int PER = Word<T>::PER;
-    static const T none[WIDEST_HEAD] = {};
+    static const T none[MAX_HEAD_WIDTH] = {};
     auto next = [&](int place) {
         if (place < first || place >= last) return none;
         const T* row = values + int64_t(slots.next()) * width;
-        ask_behind(row, width);
+        prefetch_slot(row, width);
         return row;
     };
     for (int place = from; place < to; place += PER, block += columns_of(width)) {
         const T* x = next(place);
-        Word<T>::spread(x, PER > 1 ? next(place + 1) : nullptr, width, block);
+        Word<T>::lay_out(x, PER > 1 ? next(place + 1) : nullptr, width, block);
     }
 }
 
@@ -241,36 +241,36 @@ template <class T>
 static void mix(int m, const float* probs, Slots slots, int first, int n, const T* values, int width, float* block, float* out) {
     constexpr int PER = Word<T>::PER;
     const int64_t wide = columns_of(width);
-    for (int from = 0; from < n; from += SLOTS_AT_ONCE) {
-        const int to = std::min(from + SLOTS_AT_ONCE, n);
-        spread(slots, first, n, from, to, values, width, block);
-        add_sums<T>(m, probs + from / PER, BESIDE, block, wide, (to - from + PER - 1) / PER, wide, out, wide, false);
+    for (int from = 0; from < n; from += SLOT_BATCH) {
+        const int to = std::min(from + SLOT_BATCH, n);
+        lay_out_values(slots, first, n, from, to, values, width, block);
+        add_sums<T>(m, probs + from / PER, SCORE_STRIDE, block, wide, (to - from + PER - 1) / PER, wide, out, wide, false);
     }
 }
 
 #if defined(WITH_TILES)
-template <> const float* turned<bf16>(int m, const float* query, int width, float* room) {
+template <> const float* tiled_queries<bf16>(int m, const float* query, int width, float* to) {
     const int64_t wide = columns_of(width), whole = whole_tiles(width);
     for (int h = 0; h < m; h += SIDE)
-        turn_rows((const bf16*)(query + h * wide), 2 * wide, std::min(SIDE, m - h), width, 0, int(whole),
-                  (bf16*)room + h * whole);
-    return room;
+        tile_rows((const bf16*)(query + h * wide), 2 * wide, std::min(SIDE, m - h), width, 0, int(whole),
+                  (bf16*)to + h * whole);
+    return to;
 }
 
 // Scores are written for whole tiles of heads. Those after the last of m heads are overwritten later, or never read.
 template <>
 void scores_of<bf16>(int m, const float* query, Slots slots, int n, const bf16* keys, int width, float* block, float* scores) {
     const bf16* rows = (const bf16*)block;
-    slots.enter();
+    slots.skip_finished_runs();
     if (slots.run->length - slots.at >= n) rows = keys + int64_t(slots.next()) * width;
     else
         for (int s = 0; s < n; s++) memcpy((bf16*)block + s * width, keys + int64_t(slots.next()) * width, width * sizeof(bf16));
-    tile_products((const bf16*)query, m, rows, width, n, width, scores, BESIDE);
+    tile_products((const bf16*)query, m, rows, width, n, width, scores, SCORE_STRIDE);
 }
 
-// Add to `out` what at most G * SIDE heads read in 2 * SIDE columns. n: places, in whole tiles.
+// Add to `out` the weighted values of 2 * SIDE columns for at most G * SIDE heads. n: places, in whole tiles.
 template <int G>
-static inline void mix_tiles(int m, const float* probs, int n, const float* block, int64_t wide, float* out) {
+static inline void add_value_tiles(int m, const float* probs, int n, const float* block, int64_t wide, float* out) {
     alignas(64) float padded[SIDE][2 * SIDE];  // stands for the last rows if they do not fill a tile
     const bool whole = m == G * SIDE;
     auto in_place = [&](int t) { return whole || t < 2 * (G - 1); };
@@ -283,7 +283,7 @@ static inline void mix_tiles(int m, const float* probs, int n, const float* bloc
     for (int at = 0; at < n; at += TILE_INPUTS, block += SIDE * wide) {
         unrolled<2>([&](auto d) { load_tile<6 + d>(block + d * SIDE, wide * sizeof(float)); });
         unrolled<G>([&](auto g) {
-            load_tile<4 + g>((const bf16*)(probs + g * SIDE * BESIDE) + at, BESIDE * sizeof(float));
+            load_tile<4 + g>((const bf16*)(probs + g * SIDE * SCORE_STRIDE) + at, SCORE_STRIDE * sizeof(float));
             unrolled<2>([&](auto d) { add_bf16<2 * g + d, 4 + g, 6 + d>(); });
         });
     }
@@ -295,25 +295,26 @@ template <>
 void mix<bf16>(
     int m, const float* probs, Slots slots, int first, int n, const bf16* values, int width, float* block, float* out) {
     const int64_t wide = columns_of(width), whole = whole_tiles(n);
-    spread(slots, first, n, 0, int(whole), values, width, block);
+    lay_out_values(slots, first, n, 0, int(whole), values, width, block);
     for (int h = 0; h < m; h += 2 * SIDE)
         for (int64_t d = 0; d < wide; d += 2 * SIDE) {
-            const float* head = probs + h * BESIDE;
-            if (m - h > SIDE) mix_tiles<2>(std::min(m - h, 2 * SIDE), head, int(whole), block + d, wide, out + h * wide + d);
-            else mix_tiles<1>(m - h, head, int(whole), block + d, wide, out + h * wide + d);
+            const float* head = probs + h * SCORE_STRIDE;
+            float* to = out + h * wide + d;
+            if (m - h > SIDE) add_value_tiles<2>(std::min(m - h, 2 * SIDE), head, int(whole), block + d, wide, to);
+            else add_value_tiles<1>(m - h, head, int(whole), block + d, wide, to);
         }
 }
 #endif
 
 constexpr float LOG2_E = 1.44269504f;
 
-struct Total {  // the running sum of exponentials of an online softmax
+struct SoftmaxTotal {  // the running sum of exponentials of an online softmax
     float largest = -3e38f;  // the largest exponent of 2 so far; exponentials are relative to it
     float sum = 0;
 };
 
 // Softcap: c tanh(x / c).
-static inline vf capped(vf x, float c) {
+static inline vf softcapped(vf x, float c) {
     const vf y = x / c, squared = y * y;
     // Near 0 the quotient of exponentials would cancel, so a series replaces it.
     const vf near = y * (1.0f + squared * (-0.33333333f + squared * (0.13333333f + squared * (-0.05396825f + squared * 0.02186949f))));
@@ -324,10 +325,10 @@ static inline vf capped(vf x, float c) {
 
 // Replace a head's scores at places [from, to) of n by exp(score * scaling - largest so far), as words of T, and those at
 // other places by zeros. `softcap`: bound of scores, 0: none. Returns the factor that sums of earlier places need.
-template <class T> static inline float exponentials(
-    float* scores, int from, int to, int n, float scaling, float softcap, Total& total) {
+template <class T> static inline float exponentiate(
+    float* scores, int from, int to, int n, float scaling, float softcap, SoftmaxTotal& total) {
     if (softcap > 0) {
-        for (int j = 0; j < n; j += LANES) store(scores + j, capped(load(scores + j) * scaling, softcap));
+        for (int j = 0; j < n; j += LANES) store(scores + j, softcapped(load(scores + j) * scaling, softcap));
         scaling = 1;
     }
     std::fill(scores, scores + from, -INFINITY);
@@ -340,7 +341,7 @@ template <class T> static inline float exponentials(
     vf sums = {};
     for (int j = 0; j < n; j += LANES) {
         const vf e = exp2(fma(load(scores + j), splat(unit), splat(-largest)));
-        Word<T>::put(scores, j, e);
+        Word<T>::store_words(scores, j, e);
         sums += e;
     }
     const float factor = total.largest == largest ? 1.0f : exp2(splat(total.largest - largest))[0];
@@ -349,7 +350,7 @@ template <class T> static inline float exponentials(
 }
 
 // A row that reads the keys and values of one key head, with `n_heads` query heads.
-template <class T> struct Reader {
+template <class T> struct AttentionRow {
     const Run *first, *last;  // the runs of slots that it sees
     int64_t oldest, n_seen;
     const T* query;  // (n_heads, width)
@@ -360,18 +361,19 @@ template <class T> struct Reader {
     bool in_place() const { return first < last && first->start == oldest; }
 };
 
-// A run of slots that some rows read together, if possible. A row need not see those at its ends.
-struct Together {
+// A run of slots that some rows read together, if possible. A row need not see the slots at its ends.
+struct SharedRun {
     Run run;
     bool possible;
 };
 
-// If each row sees a single run: all slots that any row sees. Otherwise: the slots that all rows see, in whole units.
-template <class T> static Together together_of(const Reader<T>* rows, int n_rows, const T* values, int width) {
+// The run that rows read together. If each row sees a single run, it has all slots that any row sees; otherwise, the slots that
+// all rows see, in whole units.
+template <class T> static SharedRun shared_run_of(const AttentionRow<T>* rows, int n_rows, const T* values, int width) {
     bool in_place = true, one_run = true;
     int64_t from = INT64_MAX, all_from = 0, to = 0, all_to = INT64_MAX;
     for (int r = 0; r < n_rows; r++) {
-        const Reader<T>& row = rows[r];
+        const AttentionRow<T>& row = rows[r];
         in_place &= row.in_place(), one_run &= row.last - row.first == 1;
         if (!in_place) return {{0, 0}, n_rows == 1};
         const int64_t end = row.oldest + row.first->length;
@@ -380,11 +382,12 @@ template <class T> static Together together_of(const Reader<T>* rows, int n_rows
     }
     // A slot that a row does not see has probability 0, but 0 times infinity or NaN would be NaN.
     auto finite = [&](int64_t first, int64_t last) {
-        vi odd = {};
+        vi non_finite = {};
         const int n = int(std::max<int64_t>(0, last - first)) * width;
-        for (int i = 0; i < n; i += LANES) odd |= ~(vi)((vf)((vi)part_of(values + first * width, i, n) & 0x7fffffff) < INFINITY);
+        for (int i = 0; i < n; i += LANES)
+            non_finite |= ~(vi)((vf)((vi)part_of(values + first * width, i, n) & 0x7fffffff) < INFINITY);
         for (int i = 0; i < LANES; i++)
-            if (odd[i]) return false;
+            if (non_finite[i]) return false;
         return true;
     };
     if (!one_run) to = all_to - all_to % Word<T>::UNIT;
@@ -398,78 +401,79 @@ struct CodedHead {
     int64_t n_slots;
 };
 static void coded_scores(int, const float*, int64_t, const uint8_t*, int, int8_t*, float*);
-static void coded_mix(int, const float*, const uint8_t*, int, int8_t*, float*, int64_t);
+static void add_coded_values(int, const float*, const uint8_t*, int, int8_t*, float*, int64_t);
 static int64_t unit_bytes(int width);
 
 // Write each row's weighted sums of values to its `out`. `coded`: copies of slots that all rows see, read in place of these.
 template <class T>
 static void attend(
-    const Reader<T>* rows, int n_rows, int n_heads, int width, float scaling, float softcap, const T* keys,
+    const AttentionRow<T>* rows, int n_rows, int n_heads, int width, float scaling, float softcap, const T* keys,
     const T* values, CodedHead coded, float* scratch) {
     constexpr int UNIT = Word<T>::UNIT;
-    const Together together = together_of(rows, n_rows, values, width);
-    if (!together.possible) {
+    const SharedRun shared = shared_run_of(rows, n_rows, values, width);
+    if (!shared.possible) {
         for (int r = 0; r < n_rows; r++) attend(rows + r, 1, n_heads, width, scaling, softcap, keys, values, coded, scratch);
         return;
     }
     const int n = n_rows * n_heads;
     const int64_t wide = columns_of(width);
-    float *scores = scratch, *mixed = scores + (n + LANES) * BESIDE, *query = mixed + n * wide;
-    float *room = query + n * wide, *own_room = room + MOST_TOGETHER * wide, *block = own_room + MOST_TOGETHER * wide;
+    float *scores = scratch, *mixed = scores + (n + LANES) * SCORE_STRIDE, *query = mixed + n * wide;
+    float *tiled = query + n * wide, *row_tiled = tiled + MAX_HEADS * wide, *block = row_tiled + MAX_HEADS * wide;
     int64_t oldest = INT64_MAX, end = 0;
     for (int r = 0; r < n_rows; r++) oldest = std::min(oldest, rows[r].oldest), end = std::max(end, rows[r].end());
     for (int h = 0; h < n; h++)
         for (int w = 0; w * Word<T>::PER < width; w += LANES)
             store(query + h * wide + w, Word<T>::get(rows[h / n_heads].query + h % n_heads * width, w, width));
-    const float* all_turned = turned<T>(n, query, width, room);
-    if (coded.n_slots)  // the copies need queries in floats; `own_room` is free, for no row reads alone there
+    const float* all_tiled = tiled_queries<T>(n, query, width, tiled);
+    if (coded.n_slots)  // the copies need queries in floats; `row_tiled` is free, because all rows read these slots together
         for (int h = 0; h < n; h++)
             for (int i = 0; i < width; i += LANES)
-                store(own_room + h * wide + i, load(rows[h / n_heads].query + h % n_heads * width + i));
-    Total totals[MOST_TOGETHER];
+                store(row_tiled + h * wide + i, load(rows[h / n_heads].query + h % n_heads * width + i));
+    SoftmaxTotal totals[MAX_HEADS];
     std::fill(mixed, mixed + n * wide, 0.0f);
     for (int64_t at = oldest - oldest % PLACES; at < end; at += PLACES) {
         // Call work(first head, number of heads, slots, place of the first slot, first place, number of places) for the part
         // of this block that rows read together, and for each part that a row reads alone.
         auto each_part = [&](auto&& work) {
-            auto part = [&](int h, int m, const Run* run, int64_t oldest, int64_t from, int64_t to) {
+            auto compute = [&](int h, int m, const Run* run, int64_t oldest, int64_t from, int64_t to) {
                 from = std::max(from, at), to = std::min(to, at + PLACES);
                 const int64_t first = std::max(from, oldest);
                 if (first < to) work(h, m, Slots{run, first - oldest}, int(first - from), int(from - at), int(to - from));
             };
-            const int64_t from = together.run.start, to = from + together.run.length;
-            part(0, n, &together.run, from, from - from % UNIT, to);
+            const int64_t from = shared.run.start, to = from + shared.run.length;
+            compute(0, n, &shared.run, from, from - from % UNIT, to);
             for (int r = 0; r < n_rows; r++) {
-                const Reader<T>& row = rows[r];
+                const AttentionRow<T>& row = rows[r];
                 const int64_t begin = row.oldest - row.oldest % UNIT;
-                part(r * n_heads, n_heads, row.first, row.oldest, together.run.length ? std::max(begin, to) : begin, row.end());
+                compute(r * n_heads, n_heads, row.first, row.oldest, shared.run.length ? std::max(begin, to) : begin, row.end());
             }
         };
         const bool by_codes = at < coded.n_slots;
         const uint8_t* unit = coded.units + at / PLACES * unit_bytes(width);
-        if (by_codes) coded_scores(n, own_room, wide, unit, width, (int8_t*)block, scores);
+        if (by_codes) coded_scores(n, row_tiled, wide, unit, width, (int8_t*)block, scores);
         else each_part([&](int h, int m, Slots slots, int first, int place, int n_places) {
-            const float* queries = m == n ? all_turned : turned<T>(m, query + h * wide, width, own_room);
-            scores_of<T>(m, queries, slots, n_places - first, keys, width, block, scores + h * BESIDE + place + first);
+            const float* queries = m == n ? all_tiled : tiled_queries<T>(m, query + h * wide, width, row_tiled);
+            scores_of<T>(m, queries, slots, n_places - first, keys, width, block, scores + h * SCORE_STRIDE + place + first);
         });
         const int n_places = int(std::min<int64_t>(PLACES, columns_of(end - at)));
         for (int h = 0; h < n; h++) {
-            const Reader<T>& row = rows[h / n_heads];
+            const AttentionRow<T>& row = rows[h / n_heads];
             auto within = [&](int64_t place) { return int(std::min<int64_t>(std::max<int64_t>(0, place - at), n_places)); };
             float* sums = mixed + h * wide;
-            const auto make = by_codes ? exponentials<float> : exponentials<T>;
+            const auto make = by_codes ? exponentiate<float> : exponentiate<T>;
             const float factor = make(
-                scores + h * BESIDE, within(row.oldest), within(row.end()), n_places, scaling, softcap, totals[h]);
+                scores + h * SCORE_STRIDE, within(row.oldest), within(row.end()), n_places, scaling, softcap, totals[h]);
             if (factor != 1)
                 for (int64_t i = 0; i < wide; i += LANES) store(sums + i, load(sums + i) * factor);
         }
-        if (by_codes) coded_mix(n, scores, unit, width, (int8_t*)block, mixed, wide);
+        if (by_codes) add_coded_values(n, scores, unit, width, (int8_t*)block, mixed, wide);
         else each_part([&](int h, int m, Slots slots, int first, int place, int n_places) {
-            mix<T>(m, scores + h * BESIDE + place / Word<T>::PER, slots, first, n_places, values, width, block, mixed + h * wide);
+            const float* probs = scores + h * SCORE_STRIDE + place / Word<T>::PER;
+            mix<T>(m, probs, slots, first, n_places, values, width, block, mixed + h * wide);
         });
     }
     for (int h = 0; h < n; h++) {
-        const Reader<T>& row = rows[h / n_heads];
+        const AttentionRow<T>& row = rows[h / n_heads];
         float sum = totals[h].sum;
         if (row.sinks) sum += exp2(splat(to_float(row.sinks[h % n_heads]) * LOG2_E - totals[h].largest))[0];
         Word<T>::divide(mixed + h * wide, sum, width, row.out + h % n_heads * width);

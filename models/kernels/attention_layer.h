@@ -7,11 +7,11 @@ namespace {
 
 // Rotate a head's first values. Products are rounded to the type of the tables.
 template <class T, class C>
-inline void turn(const Rotation& rotation, const T* x, const C* cos, const C* sin, T* to) {
+inline void rotate(const Rotation& rotation, const T* x, const C* cos, const C* sin, T* to) {
     const int n = rotation.width, half = n / 2;
     if (rotation.pairs ? n % LANES == 0 : half % LANES == 0) {
         for (int d = 0; d < n; d += LANES) {
-            const vf partner = rotation.pairs ? neighbours(load(x + d)) : load(x + (d < half ? d + half : d - half));
+            const vf partner = rotation.pairs ? swap_pairs(load(x + d)) : load(x + (d < half ? d + half : d - half));
             store(to + d, as_stored<C>(load(x + d) * load(cos + d)) + as_stored<C>(partner * load(sin + d)));
         }
     } else {
@@ -25,39 +25,39 @@ inline void turn(const Rotation& rotation, const T* x, const C* cos, const C* si
 
 // Normalise one head, and rotate its first values. `when`: a HeadNorm.
 template <class T>
-inline void head_of(
+inline void prepare_head(
     Norm norm, int32_t when, int head, const T* from, int width, const Rotation* rotation, int position, T* to) {
     norm.weight = norm.weight ? (const T*)norm.weight + head * norm.step : nullptr;
     norm.bias = norm.bias ? (const T*)norm.bias + head * norm.step : nullptr;
-    T values[WIDEST_HEAD];
-    if (when == BY_HEAD) normed(norm, from, width, values);
+    T values[MAX_HEAD_WIDTH];
+    if (when == BY_HEAD) normalise(norm, from, width, values);
     else memcpy(values, from, width * sizeof(T));
     int rotated = 0;
     if (rotation) {
         rotated = rotation->width;
         const int64_t at = int64_t(position) * rotated;
-        if (rotation->wide) turn(*rotation, values, (const float*)rotation->cos + at, (const float*)rotation->sin + at, to);
-        else turn(*rotation, values, (const T*)rotation->cos + at, (const T*)rotation->sin + at, to);
+        if (rotation->wide) rotate(*rotation, values, (const float*)rotation->cos + at, (const float*)rotation->sin + at, to);
+        else rotate(*rotation, values, (const T*)rotation->cos + at, (const T*)rotation->sin + at, to);
     }
     memcpy(to + rotated, values + rotated, (width - rotated) * sizeof(T));
-    if (when == ROTATED) normed(norm, to, width, to);
+    if (when == ROTATED) normalise(norm, to, width, to);
 }
 
-// The split of attention that should take the least time. Transposing keys and values costs about as much as four heads' sums.
+// The split of attention that should take least time. Transposing keys and values costs about as much as four heads' sums.
 template <class T>
-auto Runner<T>::split_of(const List<Part>& parts, int n_kv_heads, int group) const -> Split {
+auto Runner<T>::plan_split(const List<Segment>& segments, int n_kv_heads, int group) const -> Split {
     int64_t longest = 1;
-    for (const Part& rows : parts) longest = std::max(longest, rows.n);
+    for (const Segment& rows : segments) longest = std::max(longest, rows.n);
     Split best{};
     int64_t least = INT64_MAX;
-    for (int n_shares = 1; n_shares <= group; n_shares++) {
-        const int n_heads = (group + n_shares - 1) / n_shares;
-        if (n_heads > MOST_TOGETHER || (group + n_heads - 1) / n_heads != n_shares) continue;
-        for (int n_rows = 1; n_rows == 1 || (n_rows * n_heads <= MOST_TOGETHER && n_rows < 2 * longest); n_rows *= 2) {
+    for (int n_head_groups = 1; n_head_groups <= group; n_head_groups++) {
+        const int n_heads = (group + n_head_groups - 1) / n_head_groups;
+        if (n_heads > MAX_HEADS || (group + n_heads - 1) / n_heads != n_head_groups) continue;
+        for (int n_rows = 1; n_rows == 1 || (n_rows * n_heads <= MAX_HEADS && n_rows < 2 * longest); n_rows *= 2) {
             int64_t n = 0;
-            for (const Part& rows : parts) n += chunks_of(rows.n, n_rows) * n_kv_heads * n_shares;
-            const int64_t turns = (n + n_threads_ - 1) / n_threads_, work = turns * (n_rows * n_heads + 4);
-            if (work < least) least = work, best = {n_rows, n_heads, n_shares, n};
+            for (const Segment& rows : segments) n += ceil_div(rows.n, n_rows) * n_kv_heads * n_head_groups;
+            const int64_t rounds = (n + n_threads_ - 1) / n_threads_, work = rounds * (n_rows * n_heads + 4);
+            if (work < least) least = work, best = {n_rows, n_heads, n_head_groups, n};
         }
     }
     return best;
@@ -71,7 +71,7 @@ inline CodedHead coded_head(const Sequence& sequence, const Step& step, int kv, 
 
 template <class T>
 void Runner<T>::attention(const Step& step, const Attention& part, const RowList& list, int thread) {
-    const Input input = enter(
+    const Input input = normed_input(
         part.before, list, (const T*)pass_.hidden, part.projections, part.n_projections, thread);
     int total = project(part.projections, part.n_projections, input, list, thread);
     const T* heads = inner_;
@@ -81,39 +81,39 @@ void Runner<T>::attention(const Step& step, const Attention& part, const RowList
         norm_rows(part.key_norm, inner_ + part.key_at, total, part.n_kv_heads * part.width, list.n, thread);
     }
     if (part.clip > 0)
-        each(REST, thread, list.n, 1, [&](int64_t i, int64_t) {
+        parallel_for(REST, thread, list.n, 1, [&](int64_t i, int64_t) {
             const vf least = splat(-part.clip), most = splat(part.clip);
-            along(total, inner_ + i * total, inner_ + i * total, [&](vf v, int) {
-                return chosen(v < least, least, chosen(v > most, most, v));
+            transform(total, inner_ + i * total, inner_ + i * total, [&](vf v, int) {
+                return blend(v < least, least, blend(v > most, most, v));
             });
         });
     const int width = part.width, group = part.n_heads / part.n_kv_heads, q_size = part.n_heads * width;
     // Prepare queries in `mixed_`, and write keys and values to the buffer, head by head.
-    const int per_row = part.n_heads + (part.reads_other ? 0 : part.n_kv_heads);
-    each(REST, thread, list.n * per_row, list.n > FEW ? per_row : 1, [&](int64_t first, int64_t last) {
+    const int per_row = part.n_heads + (part.reads_shared_kv ? 0 : part.n_kv_heads);
+    parallel_for(REST, thread, list.n * per_row, list.n > FEW_ROWS ? per_row : 1, [&](int64_t first, int64_t last) {
         for (int64_t item = first; item < last; item++) {
             const int64_t i = item / per_row;
             const int row = row_of(list, i), h = int(item % per_row), kv = h - part.n_heads;
-            const T* in = heads + i * total;
+            const T* projected = heads + i * total;
             const Rotation* rotation = step.rotation < 0 ? nullptr : pass_.rotations + step.rotation;
             const int position = pass_.positions[row];
             if (kv < 0) {
                 T* to = mixed_ + i * q_size + h * width;
-                const T* from = in + part.query_at + h / group * part.query_step + h % group * width * (1 + part.gated);
+                const T* from = projected + part.query_at + h / group * part.query_step + h % group * width * (1 + part.gated);
                 if (part.gated) memcpy(gates_ + i * q_size + h * width, from + width, width * sizeof(T));
-                head_of(part.query_norm, part.head_norm, h, from, width, rotation, position, to);
+                prepare_head(part.query_norm, part.head_norm, h, from, width, rotation, position, to);
                 if (rotation && rotation->query_scale) {
                     const void* scales = rotation->query_scale;
                     const float scale = rotation->wide ? ((const float*)scales)[position] : to_float(((const T*)scales)[position]);
-                    along(width, to, to, [&](vf v, int) { return v * scale; });
+                    transform(width, to, to, [&](vf v, int) { return v * scale; });
                 }
             } else {
                 const Sequence& sequence = pass_.sequences[places_[row].sequence];
                 const int64_t to = (kv * sequence.capacity + places_[row].slot) * width;
-                head_of(part.key_norm, part.head_norm, kv, in + part.key_at + kv * part.key_step, width, rotation, position,
-                        (T*)sequence.keys[step.layer] + to);
+                prepare_head(part.key_norm, part.head_norm, kv, projected + part.key_at + kv * part.key_step, width, rotation,
+                             position, (T*)sequence.keys[step.layer] + to);
                 if (part.value_step)
-                    normed(part.value_norm, in + part.value_at + kv * part.value_step, width,
+                    normalise(part.value_norm, projected + part.value_at + kv * part.value_step, width,
                            (T*)sequence.values[step.layer] + to);
             }
         }
@@ -121,20 +121,20 @@ void Runner<T>::attention(const Step& step, const Attention& part, const RowList
     const View* view = nullptr;
     for (auto& candidate : views_)
         if (candidate.window == step.window) view = &candidate;
-    const List<Part>& parts = parts_[step.rows];
-    const Split split = split_of(parts, part.n_kv_heads, group);
+    const List<Segment>& segments = segments_[step.rows];
+    const Split split = plan_split(segments, part.n_kv_heads, group);
     // The heads' outputs overwrite the projections' outputs in `inner_`.
-    each(SLOTS, thread, split.n, 1, [&](int64_t item, int64_t) {
-        const int share = int(item % split.n_shares), kv = int(item / split.n_shares % part.n_kv_heads);
-        int64_t chunk = item / split.n_shares / part.n_kv_heads;
-        const Part* rows_of = parts.items;  // the rows of one sequence
-        for (; chunk >= chunks_of(rows_of->n, split.n_rows); rows_of++) chunk -= chunks_of(rows_of->n, split.n_rows);
-        const int64_t from = rows_of->first + chunk * split.n_rows;
-        const int first_head = share * split.n_heads;
-        const int n_rows = int(std::min<int64_t>(split.n_rows, rows_of->first + rows_of->n - from));
-        const Sequence& sequence = pass_.sequences[rows_of->sequence];
+    parallel_for(SLOTS, thread, split.n, 1, [&](int64_t item, int64_t) {
+        const int head_group = int(item % split.n_head_groups), kv = int(item / split.n_head_groups % part.n_kv_heads);
+        int64_t chunk = item / split.n_head_groups / part.n_kv_heads;
+        const Segment* segment = segments.items;  // the rows of one sequence
+        for (; chunk >= ceil_div(segment->n, split.n_rows); segment++) chunk -= ceil_div(segment->n, split.n_rows);
+        const int64_t from = segment->first + chunk * split.n_rows;
+        const int first_head = head_group * split.n_heads;
+        const int n_rows = int(std::min<int64_t>(split.n_rows, segment->first + segment->n - from));
+        const Sequence& sequence = pass_.sequences[segment->sequence];
         const int64_t head = kv * sequence.capacity * width;
-        Reader<T> rows[MOST_TOGETHER];
+        AttentionRow<T> rows[MAX_HEADS];
         for (int r = 0; r < n_rows; r++) {
             const int row = row_of(list, from + r);
             const int64_t at = (from + r) * q_size + (kv * group + first_head) * width;
@@ -144,18 +144,18 @@ void Runner<T>::attention(const Step& step, const Attention& part, const RowList
         }
         attend(rows, n_rows, std::min(split.n_heads, group - first_head), width, part.scaling, part.softcap,
                (const T*)sequence.keys[step.layer] + head, (const T*)sequence.values[step.layer] + head,
-               coded_head(sequence, step, kv, width), on_line(scratch[thread].items));
+               coded_head(sequence, step, kv, width), cache_aligned(scratch[thread].items));
     });
     if (part.gated)
-        each(REST, thread, list.n, 1, [&](int64_t i, int64_t) {
-            along(q_size, inner_ + i * q_size, inner_ + i * q_size, [&](vf v, int at) {
+        parallel_for(REST, thread, list.n, 1, [&](int64_t i, int64_t) {
+            transform(q_size, inner_ + i * q_size, inner_ + i * q_size, [&](vf v, int at) {
                 return v * as_stored<T>(splat(1.0f) / (exp(-part_of(gates_ + i * q_size, at, q_size)) + 1.0f));
             });
         });
-    if (part.head_norm == LATENT) read_values(part, list.n, thread);
+    if (part.head_norm == LATENT) map_latents(part, list.n, thread);
     T* read = part.head_norm == LATENT ? mixed_ : inner_;
     norm_rows(part.inner, read, q_size, q_size, list.n, thread);
-    leave(part.out, part.after, part.added_scale, taken(read, part.out, list.n, thread), list, thread);
+    add_to_residual(part.out, part.after, part.added_scale, map_input(read, part.out, list.n, thread), list, thread);
 }
 
 }  // namespace

@@ -43,7 +43,7 @@ FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "run": (ctypes.c_int, [ctypes.POINTER(layout.Call), ctypes.POINTER(layout.Step), _INT32]),
     "likeliest": (None, [_POINTER, _INT32, _INT64, _INT64, _POINTER, _POINTER]),
     "repack": (ctypes.c_int, [_INT32, _POINTER, _POINTER, ctypes.POINTER(layout.Map), _INT32]),
-    "numbers": (None, [ctypes.POINTER(layout.Map), _POINTER, _INT64, _POINTER]),
+    "dequantise": (None, [ctypes.POINTER(layout.Map), _POINTER, _INT64, _POINTER]),
     "gguf_types": (ctypes.c_int, [_POINTER]),
     "coded_unit": (_INT64, [_INT32, ctypes.POINTER(_INT32)]),
     "code_slots": (ctypes.c_int, [*[_POINTER] * 3, _INT64, _INT64, *[_INT32] * 6]),
@@ -62,7 +62,7 @@ class Kernels:
     run: Callable[..., int]
     likeliest: Callable[..., None]
     repack: Callable[..., int]
-    numbers: Callable[..., None]
+    dequantise: Callable[..., None]
     gguf_types: Callable[..., int]
     coded_unit: Callable[..., int]
     code_slots: Callable[..., int]

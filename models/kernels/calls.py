@@ -1,4 +1,4 @@
-"""Calls the kernels' library (`pass.cpp`) with torch's tensors: to run steps or a linear map, or for likely tokens."""
+"""Calls the kernels' library (`pass.cpp`) with torch's tensors: runs steps or a linear map, or finds likely tokens."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ def map_of(weight: Tensor | QuantisedLinear | CodedLinear, bias: Tensor | None =
 
 def linear(
     kernels: Kernels,
-    by: layout.Map,
+    map_: layout.Map,
     x: Tensor,
     index: Tensor | None = None,
     norm: layout.Norm | None = None,
     n_threads: int | None = None,
 ) -> Tensor:
     """Apply an optional norm and a linear map to `x` (rows, n_in), or to its rows at `index` (int32)."""
-    out = torch.empty((x.shape[0] if index is None else len(index), by.n_out), dtype=x.dtype)
-    step = (layout.Step * 1)(layout.Step(ctypes.addressof(by), layout.LOGITS, 0, 0, 0, -1, 0))
+    out = torch.empty((x.shape[0] if index is None else len(index), map_.n_out), dtype=x.dtype)
+    step = (layout.Step * 1)(layout.Step(ctypes.addressof(map_), layout.LOGITS, 0, 0, 0, -1, 0))
     call = layout.Call(logits=out.data_ptr(), norm=None if norm is None else ctypes.pointer(norm))
     run(kernels, call, x, step, [index], n_threads)
     return out
@@ -60,7 +60,7 @@ def run(
     Raises: MemoryError: the pass needs more memory than there is. SettingsError: no further thread could be started.
     """
     if not hidden.is_contiguous():
-        raise ValueError("the states of a pass must lie together")
+        raise ValueError("the states of a pass must be contiguous")
     n = hidden.shape[0]
     lists = (layout.RowList * len(indices))(
         *(layout.RowList(None, n) if i is None else layout.RowList(i.data_ptr(), len(i)) for i in indices)
@@ -69,21 +69,21 @@ def run(
     call.n_rows, call.n_hidden, call.n_lists = n, hidden.shape[1], len(indices)
     call.n_threads = n_threads or torch.get_num_threads()
     call.is_bf16 = hidden.dtype == torch.bfloat16
-    failed = kernels.run(ctypes.byref(call), steps, len(steps))
-    if failed == 1:
+    failure = kernels.run(ctypes.byref(call), steps, len(steps))
+    if failure == 1:
         raise MemoryError(f"a pass over {n} rows needs more memory than there is")
-    if failed:
+    if failure:
         raise SettingsError(f"no further thread could be started: lower {THREADS}")
 
 
 def likeliest(kernels: Kernels, logits: Tensor) -> tuple[list[int], list[float]]:
     """Return the most probable token of each row of `logits` (rows, vocab), and its log probability."""
     token_ids, logprobs = (ctypes.c_int64 * len(logits))(), (ctypes.c_double * len(logits))()
-    best_to(kernels, logits, token_ids, logprobs)
+    write_likeliest(kernels, logits, token_ids, logprobs)
     return list(token_ids), list(logprobs)
 
 
-def best_to(kernels: Kernels, logits: Tensor, token_ids: Any, logprobs: Any) -> None:
+def write_likeliest(kernels: Kernels, logits: Tensor, token_ids: Any, logprobs: Any) -> None:
     """Write the most probable token of each row to int64 (rows,), and log probabilities to float64 (rows,) or None."""
     logits = logits.contiguous()
     kernels.likeliest(logits.data_ptr(), logits.dtype == torch.bfloat16, *logits.shape, token_ids, logprobs)

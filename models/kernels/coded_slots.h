@@ -1,22 +1,23 @@
-// Keys and values in 4 bits: copies of slots that stay, which drafts read in long contexts.
+// Copies of keys and values in 4 bits, which drafts read in long contexts. Only committed slots have copies.
 //
-// A unit has PLACES slots, in pieces of PIECE. In a piece each channel has a step and a middle, for channels of keys differ by
-// orders of magnitude where slots hardly do: a number is (code - 8) * step + middle. The steps of keys are multiplied into the
-// queries, which are then rounded to 8 bits for the piece; so are the probabilities of its slots. Codes lie as those of weights
-// (`codes.h`): of keys in blocks of 16 slots, with channels as inputs; of values in blocks of 16 channels, with slots as inputs.
-// Source: steps by channel of keys: Liu et al., KIVI (arXiv:2402.02750). DEVIATION: those of values are by channel, too.
+// A unit has PLACES slots, in pieces of PIECE slots. In a piece each channel has a step and a middle: a number is
+// (code - 8) * step + middle. Channels have their own steps because channels of keys differ by orders of magnitude, while slots
+// hardly differ. Queries are multiplied by the steps of keys and then rounded to 8 bits for each piece. The probabilities of a
+// piece's slots are rounded to 8 bits, too. Codes have the layout of weights (`codes.h`): keys in blocks of 16 slots, with
+// channels as inputs; values in blocks of 16 channels, with slots as inputs.
+// Source: steps by channel of keys: Liu et al., KIVI (arXiv:2402.02750). DEVIATION: values have steps by channel, too.
 #pragma once
 #include "attention.h"
 #include "quantised.h"
 
 constexpr int PIECE = 128;
 constexpr int PIECES = PLACES / PIECE;  // of a unit
-constexpr int CHANNELS = 32;            // coded together; heads of whole such widths alone have copies
-constexpr int MIDDLE = 8;               // the code of a middle
-constexpr int CODES_AHEAD = 12288;      // bytes between asking for codes and using them
+constexpr int CHANNELS = 32;            // channels that are coded together; a head's width must be a multiple of them
+constexpr int MIDDLE = 8;               // code of the middle
+constexpr int CODED_PREFETCH_BYTES = 12288;  // distance in bytes from codes in use to those that are prefetched
 
 #if defined(WITH_DOTS)
-constexpr int CODED_HEADS = 6, CODED_SLICES = 2;  // whose sums the registers hold
+constexpr int CODED_HEADS = 6, CODED_SLICES = 2;  // heads and slices whose sums fit the registers
 #else
 constexpr int CODED_HEADS = 3, CODED_SLICES = 2;
 #endif
@@ -37,7 +38,7 @@ struct Piece {
     uint8_t* line(int n_inputs, int block, int number) const { return codes + (block * (n_inputs / 8) + number) * 64; }
 };
 
-// The values of LANES columns of a slot, from column i on, in the order in which `Word<T>::divide` takes what is read.
+// The values of LANES columns of a slot from column i on, in the column order of `Word<T>`.
 template <class T> static inline vf columns(const T* slot, int i) {
     if constexpr (Word<T>::PER == 1) return load(slot + i);
     vf value;
@@ -45,19 +46,20 @@ template <class T> static inline vf columns(const T* slot, int i) {
     return value;
 }
 
-// Codes of numbers (PIECE, CHANNELS) in steps of their channel, which `to` takes from channel `first` on.
+// Code numbers (PIECE, CHANNELS) by steps and middles of their channels, which are stored in `to` from channel `first` on. Calls
+// sink(column, code), where code(slot) computes the codes of LANES columns.
 template <class F> static inline void code_columns(const float (*rows)[CHANNELS], int first, Piece to, F&& sink) {
     for (int i = 0; i < CHANNELS; i += LANES) {
-        vf less = splat(-INFINITY), high = less;  // the lowest number, negated, and the highest
+        vf negated_low = splat(-INFINITY), high = negated_low;  // the lowest number, negated, and the highest
         for (int s = 0; s < PIECE; s++) {
             const vf x = load(rows[s] + i);
-            less = larger(-x, less), high = larger(x, high);
+            negated_low = larger(-x, negated_low), high = larger(x, high);
         }
-        const vf low = -less, middle = as_stored<bf16>(low + (high - low) * (8 / 15.0f));
-        // A little more than reaches both ends, for it is rounded.
+        const vf low = -negated_low, middle = as_stored<bf16>(low + (high - low) * (8 / 15.0f));
+        // The step is a little larger than needed, so that codes reach both ends after rounding.
         const vf step = as_stored<bf16>(larger((high - middle) / 7.0f, (middle - low) / 8.0f) * (1 + 1 / 256.0f));
         store(to.steps + first + i, step), store(to.middles + first + i, middle);
-        const vf inverse = 1.0f / larger(step, splat(1e-30f)), magic = splat(12582912.0f);  // as in `round_row`
+        const vf inverse = 1.0f / larger(step, splat(1e-30f)), magic = splat(12582912.0f);  // as in `quantise`
         sink(i, [&](int s) {
             const vf x = larger((load(rows[s] + i) - middle) * inverse + float(MIDDLE), vf{});
             return (vu)((vi)(-larger(-x, splat(-15.0f)) + magic) - (vi)magic);
@@ -89,8 +91,8 @@ template <class T> static void code_piece(const T* slots, int width, bool of_val
             });
             for (int s = 0; s < PIECE; s++)
                 for (int i = 0; i < CHANNELS; i += 8) {
-                    const auto* own = (const Word32*)(codes[s] + i);
-                    *(Word32*)(to.line(width, s / OUTPUTS, (first + i) / 8) + s % OUTPUTS * 4) = own[0] | own[1] << 4;
+                    const auto* quads = (const Word32*)(codes[s] + i);
+                    *(Word32*)(to.line(width, s / OUTPUTS, (first + i) / 8) + s % OUTPUTS * 4) = quads[0] | quads[1] << 4;
                 }
         }
     }
@@ -104,7 +106,7 @@ template <class T> static void code_unit(const T* keys, const T* values, int wid
     }
 }
 
-// sink(row, slice, sums of the codes) of H rows of codes by S slices.
+// Call sink(row, slice, sums of products) for H rows of codes and S slices.
 template <int H, int S, class F>
 static inline __attribute__((always_inline)) void coded_tile(
     const Piece& piece, int slice, int n_inputs, const int8_t* rows, int h, F&& sink) {
@@ -114,7 +116,7 @@ static inline __attribute__((always_inline)) void coded_tile(
     for (int at = 0; at < n_inputs; at += U::INPUTS)
         for (int s = 0; s < S; s += T) {
             const uint8_t* line = piece.line(n_inputs, (slice + s) / VECTORS, at / 8) + (slice + s) % VECTORS * LANES * 4;
-            __builtin_prefetch(line + CODES_AHEAD, 0, 3);
+            __builtin_prefetch(line + CODED_PREFETCH_BYTES, 0, 3);
             const auto units = units_of<U>(line, std::make_integer_sequence<int, T>());
             for (int r = 0; r < H; r++) add_products(units.of, rows + int64_t(h + r) * n_inputs + at, sums[r][s / T]);
         }
@@ -133,52 +135,53 @@ static inline void coded_tiles(int m, const Piece& piece, int n_slices, int n_in
         coded_tile<H, CODED_SLICES>(piece, slice, n_inputs, rows, h, sink);
 }
 
-// The same of m rows and all slices.
+// The same for m rows and all slices.
 template <class F>
 static inline void coded_sums(int m, const Piece& piece, int n_slices, int n_inputs, const int8_t* rows, F&& sink) {
     for (int h = 0; h < m; h += CODED_HEADS)
         coded_tiles<CODED_HEADS>(std::min(CODED_HEADS, m - h), piece, n_slices, n_inputs, rows, h, sink);
 }
 
-// Scores of m heads' queries (m, `apart`) with the slots of a unit. `room`: bytes for m rows of codes.
+// Scores of m heads' queries, `stride` floats stride, with the slots of a unit. `codes`: scratch for m rows of codes.
 static void coded_scores(
-    int m, const float* query, int64_t apart, const uint8_t* unit, int width, int8_t* room, float* scores) {
-    float scale[MOST_TOGETHER], offset[MOST_TOGETHER], own[WIDEST_HEAD], halves[2];
+    int m, const float* query, int64_t stride, const uint8_t* unit, int width, int8_t* codes, float* scores) {
+    float scale[MAX_HEADS], offset[MAX_HEADS], scaled[MAX_HEAD_WIDTH], halves[2];
     for (int p = 0; p < PIECES; p++) {
         const Piece piece(unit, width, false, p);
         for (int h = 0; h < m; h++) {
             vf products = {};
             for (int i = 0; i < width; i += LANES) {
-                const vf q = load(query + h * apart + i);
+                const vf q = load(query + h * stride + i);
                 products = fma(q, load(piece.middles + i), products);
-                store(own + i, q * load(piece.steps + i));
+                store(scaled + i, q * load(piece.steps + i));
             }
-            round_row(own, width, width, room + h * width, scale + h, offset + h, halves);
+            quantise(scaled, width, width, codes + h * width, scale + h, offset + h, halves);
             offset[h] = sum(products) - MIDDLE * offset[h];
         }
-        coded_sums(m, piece, PIECE / LANES, width, room, [&](int h, int slice, vf sums) {
-            store(scores + h * BESIDE + p * PIECE + slice * LANES, fma(sums, splat(scale[h]), splat(offset[h])));
+        coded_sums(m, piece, PIECE / LANES, width, codes, [&](int h, int slice, vf sums) {
+            store(scores + h * SCORE_STRIDE + p * PIECE + slice * LANES, fma(sums, splat(scale[h]), splat(offset[h])));
         });
     }
 }
 
-// Add the probabilities of a unit's slots (m, BESIDE) times their values to `out` (m, `apart`). `room`: as above.
-static void coded_mix(int m, const float* probs, const uint8_t* unit, int width, int8_t* room, float* out, int64_t apart) {
-    float scale[MOST_TOGETHER], less[MOST_TOGETHER], total[MOST_TOGETHER], halves[2];
+// Add the probabilities of a unit's slots (m, SCORE_STRIDE) times their values to `out`, whose rows are `stride` floats stride.
+static void add_coded_values(
+    int m, const float* probs, const uint8_t* unit, int width, int8_t* codes, float* out, int64_t stride) {
+    float scale[MAX_HEADS], code_sums[MAX_HEADS], total[MAX_HEADS], halves[2];
     for (int p = 0; p < PIECES; p++) {
         const Piece piece(unit, width, true, p);
         for (int h = 0; h < m; h++) {
-            const float* own = probs + h * BESIDE + p * PIECE;
+            const float* head_probs = probs + h * SCORE_STRIDE + p * PIECE;
             vf sums = {};
-            for (int i = 0; i < PIECE; i += LANES) sums += load(own + i);
-            round_row(own, PIECE, PIECE, room + h * PIECE, scale + h, less + h, halves);
-            // What small probabilities lose when they are rounded counts as reading the middle.
-            total[h] = sum(sums), less[h] *= MIDDLE;
+            for (int i = 0; i < PIECE; i += LANES) sums += load(head_probs + i);
+            quantise(head_probs, PIECE, PIECE, codes + h * PIECE, scale + h, code_sums + h, halves);
+            // The total is of unrounded probabilities: what rounding takes from small ones counts as reading the middle.
+            total[h] = sum(sums), code_sums[h] *= MIDDLE;
         }
-        coded_sums(m, piece, width / LANES, PIECE, room, [&](int h, int slice, vf sums) {
+        coded_sums(m, piece, width / LANES, PIECE, codes, [&](int h, int slice, vf sums) {
             const int at = slice * LANES;
-            const vf codes = fma(sums, splat(scale[h]), splat(-less[h]));
-            float* to = out + h * apart + at;
+            const vf codes = fma(sums, splat(scale[h]), splat(-code_sums[h]));
+            float* to = out + h * stride + at;
             store(to, fma(load(piece.steps + at), codes, fma(load(piece.middles + at), splat(total[h]), load(to))));
         });
     }

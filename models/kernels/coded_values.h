@@ -5,7 +5,7 @@
 
 namespace {
 
-constexpr int MOST_BELOW = 31;  // steps between the largest exponent of a row and the exponent just below code 1
+constexpr int EXPONENT_STEPS = 31;  // steps between the largest exponent of a row and the exponent just below code 1
 
 static inline int exponent_of(bf16 value) { return value.bits >> 7 & 0xff; }
 
@@ -13,7 +13,7 @@ static inline int exponent_of(bf16 value) { return value.bits >> 7 & 0xff; }
 static inline int base_of(const bf16* values, int n) {
     int largest = 0;
     for (int i = 0; i < n; i++) largest = std::max(largest, exponent_of(values[i]));
-    return std::max(0, largest - MOST_BELOW);
+    return std::max(0, largest - EXPONENT_STEPS);
 }
 
 static inline void trim(bf16* values, int n) {

@@ -3,8 +3,8 @@
 // A block has 16 outputs. A line is 64 bytes: four bytes for each output.
 // 8 bits: a line for every 4 inputs.
 // 4 bits: a line for every 8 inputs, the first 4 in the low halves of the bytes.
-// 6 bits: for every 16 inputs, two such lines with the low 4 bits, and one with the high 2 bits; its lowest bits are those of the
-//         first 4 inputs.
+// 6 bits: for every 16 inputs, two such lines with the low 4 bits, and one with the high 2 bits, in which the first 4 inputs have
+//         the lowest bits.
 // 5 bits: for every 32 inputs, four lines with the low 4 bits, and one with the high bits.
 #pragma once
 #include "dense.h"
@@ -20,9 +20,13 @@ constexpr int kind_of(int bits, int table) { return bits + KINDS * table; }
 constexpr int bits_of(int kind) { return kind % KINDS; }
 constexpr int table_of(int kind) { return kind / KINDS; }
 // What is subtracted from a number before it is multiplied by the scale.
-constexpr int middle_of(int kind) { return table_of(kind) == E2M1 ? 12 : table_of(kind) == IQ4 ? 128 : 1 << (bits_of(kind) - 1); }
+constexpr int midpoint_of(int kind) {
+    return table_of(kind) == E2M1 ? 12 : table_of(kind) == IQ4 ? 128 : 1 << (bits_of(kind) - 1);
+}
 // The largest number of a kind.
-constexpr int most_of(int kind) { return table_of(kind) == E2M1 ? 24 : table_of(kind) == IQ4 ? 241 : (1 << bits_of(kind)) - 1; }
+constexpr int max_code_of(int kind) {
+    return table_of(kind) == E2M1 ? 24 : table_of(kind) == IQ4 ? 241 : (1 << bits_of(kind)) - 1;
+}
 constexpr uint8_t TABLES[3][16] = {
     {},
     {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0},
@@ -44,7 +48,7 @@ static inline vq masked(vq quad, int shift, int mask) {
 }
 
 // Look up each byte, which must be below 16, in a table.
-static inline vq looked_up(vq quad, const uint8_t* table) {
+static inline vq lookup(vq quad, const uint8_t* table) {
 #if defined(WITH_AVX512)
     const __m512i all = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)table));
     return (vq)_mm512_shuffle_epi8(all, (__m512i)quad);
@@ -62,8 +66,9 @@ static inline vq looked_up(vq quad, const uint8_t* table) {
 #endif
 }
 
-// Repeat four codes of a row for each output; `even` and `odd` extend the signed bytes of even, or of odd, inputs to 16 bits.
-static inline vs beside_all(int32_t x) { return (vs)(vi{} + x); }
+// `broadcast` repeats four codes of a row for each output. `even` and `odd` extend the signed bytes of even, or of odd, inputs to
+// 16 bits.
+static inline vs broadcast(int32_t x) { return (vs)(vi{} + x); }
 static inline vs even(vs x) { return x << 8 >> 8; }
 static inline vs odd(vs x) { return x >> 8; }
 // Sums of two products of 16-bit numbers. On processors without such an instruction, the products must fit 16 bits.
@@ -91,7 +96,7 @@ static inline vs byte_pairs(vq codes, vs x) {
 // The numbers of a slice for INPUTS inputs, unpacked from LINES lines of codes. `FOURS`: INPUTS for codes of 4 bits.
 template <int KIND, int FOURS = 8> struct Unit {
     static constexpr int BITS = bits_of(KIND), TABLE = table_of(KIND);
-    static constexpr int FEW = most_of(KIND) > 63 ? 1 : most_of(KIND) > 31 ? 2 : 4;  // quads that are summed in 16 bits
+    static constexpr int SHORT_QUADS = max_code_of(KIND) > 63 ? 1 : max_code_of(KIND) > 31 ? 2 : 4;  // quads summed in 16 bits
     static constexpr int INPUTS = BITS == 8 ? 4 : BITS == 4 ? FOURS : BITS == 6 ? 16 : 32, N = INPUTS / 4;
     static constexpr int LINES = INPUTS * BITS / 32;
     vq quads[N];
@@ -108,12 +113,12 @@ template <int KIND, int FOURS = 8> struct Unit {
             quads[i] = masked(halves, 0, 15), quads[i + 1] = masked(halves, 4, 15);
         }
         if constexpr (TABLE != NUMBERS)
-            for (vq& quad : quads) quad = looked_up(quad, TABLES[TABLE]);
+            for (vq& quad : quads) quad = lookup(quad, TABLES[TABLE]);
         if constexpr (BITS > 4) {
-            constexpr int MORE = BITS - 4;  // high bits of a code
-            const vq above = line(N / 2);
+            constexpr int HIGH_BITS = BITS - 4;  // high bits of a code
+            const vq high = line(N / 2);
 #pragma GCC unroll 8
-            for (int i = 0; i < N; i++) quads[i] |= masked(above, i * MORE - 4, ((1 << MORE) - 1) << 4);
+            for (int i = 0; i < N; i++) quads[i] |= masked(high, i * HIGH_BITS - 4, ((1 << HIGH_BITS) - 1) << 4);
         }
     }
 };
@@ -126,18 +131,18 @@ template <int T, class U> static inline void add_products(const U (&units)[T], c
         for (int t = 0; t < T; t++)
             sums[t] = (vi)_mm512_dpbusd_epi32((__m512i)sums[t], (__m512i)units[t].quads[i], _mm512_set1_epi32(quads[i]));
 #else
-    if constexpr (U::FEW == 1) {
+    if constexpr (U::SHORT_QUADS == 1) {
         for (int i = 0; i < U::N; i++) {
-            const vs bytes = beside_all(quads[i]), evens = even(bytes), odds = odd(bytes);
+            const vs bytes = broadcast(quads[i]), evens = even(bytes), odds = odd(bytes);
             for (int t = 0; t < T; t++) sums[t] += dot((vs)units[t].quads[i] & 255, evens);
             for (int t = 0; t < T; t++) sums[t] += dot((vs)(units[t].quads[i] >> 8), odds);
         }
     } else {
-        constexpr int TOGETHER = U::FEW < U::N ? U::FEW : U::N;
-        for (int i = 0; i < U::N; i += TOGETHER) {
+        constexpr int STEP = U::SHORT_QUADS < U::N ? U::SHORT_QUADS : U::N;
+        for (int i = 0; i < U::N; i += STEP) {
             vs pairs[T] = {};
-            for (int j = i; j < i + TOGETHER; j++) {
-                const vs bytes = beside_all(quads[j]);
+            for (int j = i; j < i + STEP; j++) {
+                const vs bytes = broadcast(quads[j]);
                 for (int t = 0; t < T; t++) pairs[t] += byte_pairs(units[t].quads[j], bytes);
             }
             for (int t = 0; t < T; t++) sums[t] += dot(pairs[t], vs{} + 1);

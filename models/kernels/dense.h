@@ -8,14 +8,14 @@
 #include "tiles.h"
 
 constexpr int BLOCK = 2048;
-constexpr int NEAR = 8;  // distance in chunks of inputs to the weights that are prefetched to the first-level cache
-constexpr int FEW_TO_STREAM = 96;  // up to so many rows stay in the cache while weights stream; with more rows, weights stay
+constexpr int PREFETCH_CHUNKS = 8;  // distance in chunks of inputs to the weights that are prefetched to the first-level cache
+constexpr int MAX_STREAMED_ROWS = 96;  // up to so many rows stay in the cache while weights stream; with more rows, weights stay
 #if defined(WITH_AVX512)
-constexpr int TILE = 24;  // accumulators of a tile, which fit the registers
-constexpr int WIDE = 4;   // outputs of a tile
+constexpr int ACCUMULATORS = 24;  // accumulators of a tile, which fit the registers
+constexpr int TILE_OUTPUTS = 4;   // outputs of a tile
 #else
-constexpr int TILE = 8;
-constexpr int WIDE = 2;
+constexpr int ACCUMULATORS = 8;
+constexpr int TILE_OUTPUTS = 2;
 #endif
 
 // The inputs of one multiply-add instruction, and the instruction.
@@ -87,18 +87,19 @@ static inline __attribute__((always_inline)) void tile(
     // nothing then.
     constexpr bool in_order = LANES == 16 && R <= 4;
     vf acc[R][B] = {};
-    const int lines = k / S::SIZE;
+    const int n_chunks = k / S::SIZE;
     int at = 0;
     for (; at + S::SIZE <= k; at += S::SIZE) {
         typename S::V ws[B];
         for (int b = 0; b < B; b++) {
             ws[b] = S::get(w + b * ldw + at);
             // With more rows, computing takes longer, and would wait for weights from the second-level cache.
-            if (R > 4) __builtin_prefetch(w + b * ldw + at + NEAR * S::SIZE, 0, 3);
+            if (R > 4) __builtin_prefetch(w + b * ldw + at + PREFETCH_CHUNKS * S::SIZE, 0, 3);
         }
         for (int b = 0; b < n_ahead; b++) {
-            const int line = at / S::SIZE * n_ahead + b;
-            __builtin_prefetch(in_order ? ahead + line / lines * ldw + line % lines * S::SIZE : ahead + b * ldw + at, 0, 2);
+            const int chunk = at / S::SIZE * n_ahead + b;
+            const T* from = in_order ? ahead + chunk / n_chunks * ldw + chunk % n_chunks * S::SIZE : ahead + b * ldw + at;
+            __builtin_prefetch(from, 0, 2);
         }
         for (int r = 0; r < R; r++) {
             typename S::V xs = S::get(x + r * ldx + at);
@@ -117,9 +118,9 @@ static inline __attribute__((always_inline)) void tile(
         float* to = c + r * ldc;
 #if defined(WITH_AVX512)
         if constexpr (B == 4 || B == 3) {
-            const __mmask8 wanted = (1 << B) - 1;
+            const __mmask8 mask = (1 << B) - 1;
             const __m128 s = sums(acc[r][0], acc[r][1], acc[r][2], acc[r][B - 1]);
-            _mm_mask_storeu_ps(to, wanted, first ? s : _mm_add_ps(_mm_maskz_loadu_ps(wanted, to), s));
+            _mm_mask_storeu_ps(to, mask, first ? s : _mm_add_ps(_mm_maskz_loadu_ps(mask, to), s));
             continue;
         }
 #endif
@@ -128,7 +129,7 @@ static inline __attribute__((always_inline)) void tile(
 }
 
 // The same for m rows, at most TILE / B.
-template <class T, int B, int R = TILE / B>
+template <class T, int B, int R = ACCUMULATORS / B>
 static inline void tile_of(
     int m, const T* x, int64_t ldx, const T* w, int64_t ldw, int k, float* c, int64_t ldc, bool first, const T* ahead,
     int n_ahead) {
@@ -142,37 +143,37 @@ static inline void tile_of(
 template <class T, int OUTS>
 static void products_by(
     const T* x, int64_t ldx, int m, const T* w, int64_t ldw, int n, int k, float* c, int64_t ldc, const T* next) {
-    constexpr int MOST = TILE / OUTS;
-    const int n_shares = (m + MOST - 1) / MOST, share = n_shares ? (m + n_shares - 1) / n_shares : 0;
+    constexpr int MAX_ROWS = ACCUMULATORS / OUTS;
+    const int n_row_groups = (m + MAX_ROWS - 1) / MAX_ROWS, group_rows = n_row_groups ? (m + n_row_groups - 1) / n_row_groups : 0;
     auto compute = [&](int row, int out, int at, const T* ahead, int n_ahead) {
-        const int rows = std::min(share, m - row), width = std::min(BLOCK, k - at);
+        const int rows = std::min(group_rows, m - row), width = std::min(BLOCK, k - at);
         const T *xs = x + row * ldx + at, *ws = w + out * ldw + at;
         float* to = c + row * ldc + out;
         if (out + OUTS <= n) {
             tile_of<T, OUTS>(rows, xs, ldx, ws, ldw, width, to, ldc, at == 0, ahead, n_ahead);
         } else {
             for (int o = out; o < n; o++, ws += ldw, to++)
-                tile_of<T, 1, MOST>(rows, xs, ldx, ws, ldw, width, to, ldc, at == 0, ahead, o == out ? n_ahead : 0);
+                tile_of<T, 1, MAX_ROWS>(rows, xs, ldx, ws, ldw, width, to, ldc, at == 0, ahead, o == out ? n_ahead : 0);
         }
     };
-    if (m <= FEW_TO_STREAM) {
+    if (m <= MAX_STREAMED_ROWS) {
         // Few rows: they stay in the cache while weights stream. A tile prefetches the next one's weights at an even rate,
         // because a processor stalls on too many outstanding loads.
         for (int out = 0; out < n; out += OUTS)
             for (int at = 0; at == 0 || at < k; at += BLOCK) {
                 const T* ahead = at + BLOCK < k ? w + out * ldw + at + BLOCK : out + OUTS < n ? w + (out + OUTS) * ldw : next;
-                for (int turn = 0; turn < n_shares; turn++) {
-                    const int from = turn * OUTS / n_shares, to = (turn + 1) * OUTS / n_shares;
-                    compute(turn * share, out, at, ahead + from * ldw, to - from);
+                for (int group = 0; group < n_row_groups; group++) {
+                    const int from = group * OUTS / n_row_groups, to = (group + 1) * OUTS / n_row_groups;
+                    compute(group * group_rows, out, at, ahead + from * ldw, to - from);
                 }
             }
     } else {
         // Many rows: a block of this call's weights stays in the cache. Each tile prefetches a part of the next block.
         for (int at = 0; at == 0 || at < k; at += BLOCK) {
             const T* ahead = at + BLOCK < k ? w + at + BLOCK : next;
-            for (int turn = 0; turn < n_shares; turn++)
+            for (int group = 0; group < n_row_groups; group++)
                 for (int out = 0; out < n; out += OUTS)
-                    compute(turn * share, out, at, ahead + out * ldw, out / OUTS % n_shares == turn ? OUTS : 0);
+                    compute(group * group_rows, out, at, ahead + out * ldw, out / OUTS % n_row_groups == group ? OUTS : 0);
         }
     }
 }
@@ -184,26 +185,26 @@ static void products(
 #if defined(WITH_AVX512)
     if (m == 7 || m == 8) return products_by<T, 3>(x, ldx, m, w, ldw, n, k, c, ldc, next);  // all rows in one tile, not two
 #endif
-    products_by<T, WIDE>(x, ldx, m, w, ldw, n, k, c, ldc, next);
+    products_by<T, TILE_OUTPUTS>(x, ldx, m, w, ldw, n, k, c, ldc, next);
 }
 
 #if defined(WITH_TILES)
 // Products in bfloat16 with tile instructions. The first factor is W, in the model's layout. The second is X in another layout:
 // a row for each pair of inputs, and a column for each of 16 rows of X. An element is summed over all inputs in order,
 // TILE_INPUTS at a time, whatever m and n are.
-constexpr int IN_CACHE = 512;    // 32 rows of so many inputs stay in the first-level cache
+constexpr int CACHED_INPUTS = 512;    // 32 rows of so many inputs stay in the first-level cache
 constexpr int TILE_INPUTS = 32;  // inputs of a tile of bfloat16
 
 static inline int whole_tiles(int k) { return (k + TILE_INPUTS - 1) / TILE_INPUTS * TILE_INPUTS; }
 
 // Lay out inputs [from, to), in whole tiles, of m rows, at most 16, for tiles. Inputs after the k-th are 0.
-static inline void turn_rows(const bf16* x, int64_t ldx, int m, int k, int from, int to, bf16* turned) {
+static inline void tile_rows(const bf16* x, int64_t ldx, int m, int k, int from, int to, bf16* tiled) {
     for (int at = from; at < to; at += TILE_INPUTS) {
         __m512i v[SIDE] = {};
         for (int r = 0; r < m; r++)
             v[r] = at + TILE_INPUTS <= k ? Chunk<bf16>::get(x + r * ldx + at) : Chunk<bf16>::get_part(x + r * ldx + at, k - at);
-        turn(v);
-        for (int i = 0; i < SIDE; i++) _mm512_store_si512(turned + at * SIDE + i * TILE_INPUTS, v[i]);
+        transpose(v);
+        for (int i = 0; i < SIDE; i++) _mm512_store_si512(tiled + at * SIDE + i * TILE_INPUTS, v[i]);
     }
 }
 
@@ -239,19 +240,19 @@ static inline void tiles(
         if (to < k) return;
         __m512i v[SIDE];
         for (int i = 0; i < SIDE; i++) v[i] = _mm512_loadu_si512(of(t) + i * ldc);
-        turn(v);
+        transpose(v);
         for (int i = 0; i < SIDE; i++) _mm512_storeu_si512(of(t) + i * ldc, v[i]);
     });
 }
 
-// As `products`, for rows that `turn_rows` has laid out. C must have room for whole tiles.
+// As `products`, for rows that `tile_rows` has laid out. C must have room for whole tiles.
 static void tile_products(
-    const bf16* turned, int m, const bf16* w, int64_t ldw, int n, int k, float* c, int64_t ldc) {
+    const bf16* tiled, int m, const bf16* w, int64_t ldw, int n, int k, float* c, int64_t ldc) {
     constexpr int O = 2, ROWS = 2 * SIDE, OUTS = O * SIDE;
     const int whole = whole_tiles(k);
-    const int step = m <= ROWS ? std::max(whole, IN_CACHE) : IN_CACHE;
+    const int step = m <= ROWS ? std::max(whole, CACHED_INPUTS) : CACHED_INPUTS;
     auto compute = [&](int row, int out, int from, int to) {
-        const bf16* x = turned + int64_t(row) * whole;
+        const bf16* x = tiled + int64_t(row) * whole;
         float* sums = c + row * ldc + out;
         if (m - row > SIDE) tiles<O, 2>(x, int64_t(SIDE) * whole, w + out * ldw, ldw, n - out, k, from, to, sums, ldc);
         else tiles<O, 1>(x, 0, w + out * ldw, ldw, n - out, k, from, to, sums, ldc);

@@ -18,7 +18,7 @@ from . import layout
 from .activations import ACTIVATIONS, curve_of
 from .calls import map_of
 from .ends import end_of, inputs_of
-from .experts import apart_of, choosing_of, correction_of, halves_of, is_mean, maps_of
+from .experts import correction_of, halves_of, is_mean, maps_of, norm_fields, routing_of
 from .latents import maps_by_head
 from .layout import ROWS, Unsupported
 from .limits import known_form, refuse_group, refuse_hooks
@@ -33,8 +33,8 @@ HEAD_NORMS = {
     "rotated": layout.ROTATED,
     "latent": layout.LATENT,
 }
-WIDEST_HEAD = 1024  # Largest supported head dimension of attention.
-FINEST = min(GROUPS)  # Smallest number of inputs of a row that share an activation scale.
+MAX_HEAD_WIDTH = 1024  # Largest supported head dimension of attention.
+MIN_GROUP = min(GROUPS)  # Smallest number of inputs of a row that share an activation scale.
 
 
 class ModelDescription:
@@ -91,7 +91,7 @@ class ModelDescription:
     def _attention_of(self, block: Block, parts: LayerModules) -> layout.Attention:
         maps = self._maps_of(parts.qkv)
         heads, kv_heads, width = block.heads.n_heads, block.heads.n_kv_heads, block.heads.width
-        if width > WIDEST_HEAD or heads % kv_heads:
+        if width > MAX_HEAD_WIDTH or heads % kv_heads:
             raise Unsupported(f"attention with {heads} heads of {width} over {kv_heads} is computed by torch")
         groups, sizes = block.heads.n_groups, block.heads.latent
         if sizes is not None:  # The queries, then one key, which is also the value.
@@ -209,9 +209,9 @@ class ModelDescription:
             into += halves_of(shared_into[0]) if joint else [self.map_of(module) for module in shared_into]
             out.append(self.map_of(getattr(shared, family.mlp_out)))
         gate = submodule(mlp, named.shared_gate)
-        choosing = choosing_of(self.runtime.config, mlp, named, n_experts)
+        routing = routing_of(self.runtime.config, mlp, named, n_experts)
         share = 0.5 if is_mean(self.runtime.config) else 1.0  # Factor of chosen experts, and of the shared one.
-        choosing.scale *= share
+        routing.scale *= share
         weight = self._kept(router.weight)
         correction = self._kept(correction_of(mlp))
         bias = self._kept(getattr(router, "bias", None))
@@ -222,7 +222,6 @@ class ModelDescription:
             name: next(filter(None, (getattr(map_, name) for map_ in all_maps)), None) for name in ("scales", "order")
         }
         widest = layout.Map(n_in=max(map_.n_in for map_ in all_maps), **pointers)
-        apart = apart_of(mlp, self.norm_of, self._kept)
         return layout.Mixture(
             *(self.norm_of(norm) for norm in (parts.mlp_norm or getattr(mlp, "before", None), parts.mlp_post)),
             weight.data_ptr(),
@@ -231,7 +230,7 @@ class ModelDescription:
             widest,
             *(ctypes.addressof(array) for array in maps),
             None if gate is None else self._address(self._kept(gate.weight)),
-            choosing,
+            routing,
             shared is not None,
             weight.dtype != self.runtime.dtype,
             named.rounds_logits,
@@ -242,7 +241,7 @@ class ModelDescription:
             activation,
             share,
             block.added_scale,
-            *apart,
+            *norm_fields(mlp, self.norm_of, self._kept),
         )
 
     def _kept(self, tensor: Any) -> Any:
@@ -270,7 +269,7 @@ class ModelDescription:
         maps = [self.map_of(module) for module in modules]
         orders = [getattr(module, "order", None) for module in modules]
         grouped = {
-            (max(linear.group, FINEST), None if order is None else tuple(order.tolist()))
+            (max(linear.group, MIN_GROUP), None if order is None else tuple(order.tolist()))
             for linear, order in zip(maps, orders, strict=True)
             if linear.scales
         }

@@ -154,7 +154,7 @@ if importlib.util.find_spec("triton") is not None:
 
 
 @on_its_device
-def choose(logits: Tensor, correction: Tensor | None, how: layout.Choosing) -> tuple[Tensor, Tensor]:
+def choose(logits: Tensor, correction: Tensor | None, routing: layout.Routing) -> tuple[Tensor, Tensor]:
     """Choose experts; return them, int32 (rows, chosen) in ascending order, and their weights, float32.
 
     Of equal scores, the first expert is chosen.
@@ -162,13 +162,13 @@ def choose(logits: Tensor, correction: Tensor | None, how: layout.Choosing) -> t
     Args: logits: (rows, experts), contiguous. correction: (experts,), added to scores only to choose.
     """
     n_rows, n_experts = logits.shape
-    experts = torch.empty((n_rows, how.n_chosen), dtype=torch.int32, device=logits.device)
-    weights = torch.empty((n_rows, how.n_chosen), dtype=torch.float32, device=logits.device)
+    experts = torch.empty((n_rows, routing.n_chosen), dtype=torch.int32, device=logits.device)
+    weights = torch.empty((n_rows, routing.n_chosen), dtype=torch.float32, device=logits.device)
     _chosen[(n_rows,)](
-        logits, logits if correction is None else correction, experts, weights, n_experts, how.least, how.scale,
-        how.jitter, SCORES=how.scores, HAS_CORRECTION=correction is not None, NORMALISED=bool(how.normalised),
-        N_CHOSEN=how.n_chosen, N_GROUPS=how.n_groups, N_GROUPS_CHOSEN=how.n_groups_chosen, N_BEST=how.n_best,
-        WIDTH=triton.next_power_of_2(n_experts),
+        logits, logits if correction is None else correction, experts, weights, n_experts, routing.min_sum,
+        routing.scale, routing.jitter, SCORES=routing.scores, HAS_CORRECTION=correction is not None,
+        NORMALISED=bool(routing.normalised), N_CHOSEN=routing.n_chosen, N_GROUPS=routing.n_groups,
+        N_GROUPS_CHOSEN=routing.n_groups_chosen, N_BEST=routing.n_best, WIDTH=triton.next_power_of_2(n_experts),
     )  # fmt: skip
     return experts, weights
 

@@ -14,9 +14,9 @@ float gelu_erf(float x) {  // x * Phi(x); erf as in Abramowitz and Stegun 7.1.26
     return 0.5f * x * (1.0f + (x < 0 ? -erf : erf));
 }
 
-vf chosen(vi which, vf a, vf b) { return (vf)((which & (vi)a) | (~which & (vi)b)); }
+vf blend(vi which, vf a, vf b) { return (vf)((which & (vi)a) | (~which & (vi)b)); }
 
-vf smaller(vf a, vf b) { return chosen(a < b, a, b); }
+vf smaller(vf a, vf b) { return blend(a < b, a, b); }
 
 vf activated(vf x, const Mlp& mlp) {
     const int32_t kind = mlp.activation;
@@ -31,8 +31,8 @@ vf activated(vf x, const Mlp& mlp) {
     }
     if (kind == XIELU) {  // arXiv:2411.13010
         const float* c = mlp.curve;
-        const vf low = exp(chosen(x < c[3], x, splat(c[3]))) - 1.0f - x;
-        return chosen(x > 0.0f, x * x * c[0], low * c[1]) + x * c[2];
+        const vf low = exp(blend(x < c[3], x, splat(c[3]))) - 1.0f - x;
+        return blend(x > 0.0f, x * x * c[0], low * c[1]) + x * c[2];
     }
     if (kind == CLAMPED) {
         const vf low = smaller(x, splat(mlp.curve[0]));
@@ -44,8 +44,8 @@ vf activated(vf x, const Mlp& mlp) {
     return load((const float*)lanes);
 }
 
-// y = f(x) for n values, vector by vector; f also gets the index of a vector's first value. The last vector is padded.
-template <class T, class F> void along(int n, const T* x, T* y, F&& f) {
+// y = f(x) for n values, vector by vector. f also gets the index of a vector's first value. The last vector is padded.
+template <class T, class F> void transform(int n, const T* x, T* y, F&& f) {
     int i = 0;
     for (; i + LANES <= n; i += LANES) store(y + i, f(load(x + i), i));
     if (i < n) {
@@ -62,7 +62,7 @@ template <class T> void round_to(T* to, const float* from, int n) {
     for (; i < n; i++) to[i] = rounded<T>(from[i]);
 }
 
-template <class T> void normed(const Norm& norm, const T* x, int n, T* y) {
+template <class T> void normalise(const Norm& norm, const T* x, int n, T* y) {
     if (norm.kind == NO_NORM) {
         if (y != x) memcpy(y, x, n * sizeof(T));
         return;
@@ -83,7 +83,7 @@ template <class T> void normed(const Norm& norm, const T* x, int n, T* y) {
     float rest = 0;
     for (; i < n; i++) rest += (to_float(x[i]) - mean) * (to_float(x[i]) - mean);
     const float scale = 1.0f / std::sqrt((sum(squares) + rest) / float(n) + norm.eps);
-    along(n, x, y, [&](vf v, int at) {
+    transform(n, x, y, [&](vf v, int at) {
         const vf w = part_of(weight, at, n);
         if (norm.kind == RMS) return as_stored<T>(v * scale) * w;
         if (norm.kind == RMS_WIDE) return v * scale * w;
@@ -94,7 +94,7 @@ template <class T> void normed(const Norm& norm, const T* x, int n, T* y) {
 }
 
 // The activation of n gates times `up`; without `up`, the activation alone.
-template <class T> inline void gated(const Mlp& mlp, const float* gate, const float* up, int n, T* to) {
+template <class T> inline void apply_gate(const Mlp& mlp, const float* gate, const float* up, int n, T* to) {
     for (int at = 0; at < n; at += LANES) {
         vf before = as_stored<T>(part_of(gate, at, n));
         if (mlp.gate_scale != 1) before = as_stored<T>(before * mlp.gate_scale);

@@ -20,5 +20,5 @@ def end_of(end: LayerEnding, norm_of: NormOf, map_of: MapOf, activation: int) ->
 
 
 def inputs_of(inputs: PerLayerInputs, norm_of: NormOf, map_of: MapOf) -> layout.LayerInputs:
-    norm, by = norm_of(inputs.norm, inputs.width), map_of(inputs.project)
-    return layout.LayerInputs(norm, by, inputs.map_scale, inputs.sum_scale, inputs.width)
+    norm, project = norm_of(inputs.norm, inputs.width), map_of(inputs.project)
+    return layout.LayerInputs(norm, project, inputs.map_scale, inputs.sum_scale, inputs.width)

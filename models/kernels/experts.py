@@ -21,7 +21,7 @@ from . import layout
 from .layout import ROWS, Unsupported
 
 CORRECTIONS = ("correction_bias", "expert_bias")  # Names of the tensor that is added to scores to choose experts.
-MOST_EXPERTS = 1024  # Most experts per layer, shared ones among them.
+MAX_EXPERTS = 1024  # Per layer, with shared experts.
 
 
 def _is_stack(weights: Any, dtype: torch.dtype) -> TypeGuard[Tensor]:
@@ -125,7 +125,7 @@ def maps_of(
     return [stack_map(weight) for weight in parts], [stack_map(weight) for weight in out.detach()]
 
 
-def choosing_of(config: Any, mlp: nn.Module, named: Experts, n_experts: int) -> layout.Choosing:
+def routing_of(config: Any, mlp: nn.Module, named: Experts, n_experts: int) -> layout.Routing:
     """Describe how a router chooses experts; attributes of its modules take precedence over the config's fields.
 
     Raises: Unsupported: there are more experts than the kernels support, or a row chooses more than there are.
@@ -144,9 +144,9 @@ def choosing_of(config: Any, mlp: nn.Module, named: Experts, n_experts: int) -> 
     n_chosen = int(setting("top_k", "num_experts_per_tok", "moe_topk", default=1))
     least = 0 if isinstance(mlp.get_submodule(named.experts), NoExperts) else 1  # 0: a draft with shared experts only.
     is_possible = n_chosen == 2 if scores == "sparse_mixer" else n_chosen >= least
-    if not is_possible or not n_chosen <= n_experts < MOST_EXPERTS:
+    if not is_possible or not n_chosen <= n_experts < MAX_EXPERTS:
         raise Unsupported(f"a choice of {n_chosen} from {n_experts} experts is computed by torch")
-    return layout.Choosing(
+    return layout.Routing(
         n_experts,
         n_chosen,
         (grouped and setting("num_group", "n_group", default=1)) or 1,
@@ -160,7 +160,7 @@ def choosing_of(config: Any, mlp: nn.Module, named: Experts, n_experts: int) -> 
     )
 
 
-def apart_of(mlp: nn.Module, norm_of: Callable[[Any], layout.Norm], keep: Callable[[Any], Any]) -> tuple[Any, ...]:
+def norm_fields(mlp: nn.Module, norm_of: Callable[[Any], layout.Norm], keep: Callable[[Any], Any]) -> tuple[Any, ...]:
     """Describe the last fields of `layout.Mixture`: norms of a `NormedMixture`, and factors of its weights and logits.
 
     Args:   norm_of: describes a norm. keep: as in `maps_of`.

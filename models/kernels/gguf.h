@@ -208,15 +208,15 @@ static void repack_block(const GgufType& type, const uint8_t* const* rows, const
 }
 
 // De-quantise the weights of one output; each is rounded once.
-template <int KIND> static void numbers_of(const Packed& from, int64_t output, float* to) {
+template <int KIND> static void dequantise(const Packed& from, int64_t output, float* to) {
     using U = Unit<KIND>;
     const int block = int(output / OUTPUTS), slice = int(output / LANES), lane = int(output % LANES);
     const uint8_t* codes = from.codes + block * (from.block_bytes() * bits_of(KIND) / 8) + slice % VECTORS * LANES * 4;
     float scales[LANES], zeros[LANES];
     for (int g = 0; g < from.groups; g++) {
         vf scale, zero;
-        const auto shared = from.is_super(from.scale_type) ? from.shared_by(slice, g) : Packed::Shared{};
-        from.scales_of(from.scale_type, slice, g, float(middle_of(KIND)), shared, scale, zero);
+        const auto factors = from.has_super(from.scale_type) ? from.super_factors(slice, g) : Packed::SuperFactors{};
+        from.load_scales(from.scale_type, slice, g, float(midpoint_of(KIND)), factors, scale, zero);
         store(scales, scale), store(zeros, zero);
         for (int at = 0; at < from.group; at += U::INPUTS, codes += U::LINES * 64) {
             const U unit(codes);

@@ -18,28 +18,29 @@ struct Norm {
     int32_t kind, step;  // `step`: values between the weights of heads
 };
 
-// Norms of queries and keys: before the rotation, by head or of all heads as one; after it, by head; or of latents.
+// What the norms of queries and keys apply to: each head before the rotation, all heads as one before it, each head after it, or
+// latents.
 enum HeadNorm : int32_t { BY_HEAD, WHOLE, ROTATED, LATENT };
 struct Attention {
     Norm before, after, query_norm, key_norm, value_norm, inner;  // `inner`: of the heads' outputs
     Map projections[3], out;
-    // With LATENT (see `latents.h`): the map from the queries' latent, without inputs if they have none; and for each head the
-    // maps from the unrotated part of its query to the latent of keys and values, and from that latent to its output. The first
+    // With LATENT (see `latents.h`): the map from the queries' latent (n_in 0: queries have no latent), and for each head a map
+    // from the unrotated part of its query to the latent of keys and values, and one from that latent to its output. The first
     // `rotary` values of queries and keys are rotated.
-    Map of_queries;
-    const Map *of_keys, *of_values;
+    Map query_map;
+    const Map *key_maps, *value_maps;
     int32_t n_projections, n_heads, n_kv_heads, width, rotary;
     // Offset and step by key head, in the projections' outputs or in the heads made of latents: of its queries, which are
     // adjacent, its key and its value. With a `value_step` of 0 the key is also the value.
     int32_t query_at, query_step, key_at, key_step, value_at, value_step;
     int32_t head_norm, gated;  // `gated`: each query is followed by a gate of its width
-    int32_t reads_other;       // the layer reads another layer's keys and values, and writes none
+    int32_t reads_shared_kv;   // the layer reads another layer's keys and values, and writes none
     float scaling, softcap, clip;  // factor and bound of scores, bound of the projections' outputs; bound 0: none
-    float added_scale;             // factor of what the residual stream gets
+    float added_scale;             // factor of what is added to the residual stream
     const void* sinks;             // (n_heads,) scores without a value, which only enlarge the softmax's sum; null: none
 
     // Values in a row of a head's map, with the padding that tiles and groups read.
-    int64_t room() const { return (std::max(of_keys->n_in, of_values->n_in) + 127) / 128 * 128; }
+    int64_t padded_width() const { return (std::max(key_maps->n_in, value_maps->n_in) + 127) / 128 * 128; }
 };
 
 struct Convolution {  // a gated short convolution in place of attention; `mixers.h`
@@ -52,12 +53,12 @@ struct Convolution {  // a gated short convolution in place of attention; `mixer
 
 // How the output of a state is normed and gated, by head or by group of values: the gate after the norm, before it, or
 // without a norm.
-enum Gating : int32_t { GATED_BEHIND_NORM, GATED_BEFORE_NORM, GATED_ALONE };
+enum Gating : int32_t { GATED_AFTER_NORM, GATED_BEFORE_NORM, GATED_ALONE };
 struct Recurrence {  // a gated delta rule or a state space, in place of attention or in parallel to it; `mixers.h`
     Norm before, after;
     Map projections[4], out;
     // Of Mamba-1, which has a step for each value: the map from convolved values to a step of low rank, a key and a query, the
-    // norms of these three, and the map from the step of low rank to the steps of values.
+    // norms of all three, and the map from the step of low rank to the steps of values.
     Map low, steps;
     Norm low_norms[3];
     // In the projections' outputs: the runs (offset, length) of an update's inputs, in order, and the offset of each gate.
@@ -67,8 +68,8 @@ struct Recurrence {  // a gated delta rule or a state space, in place of attenti
     const float *decay, *step_bias, *skip;   // (n_heads,) each; `skip` null: a delta rule, else a state space. Of Mamba-1,
                                              // `decay` is (n_heads, key_width, value_width), and the others are by value
     const void* norm;                        // weight: (value_width,) for each head of a delta rule, else of all values
-    float norm_eps, least_step, largest_step, step_scale, gate_scale;
-    float added_scale;  // factor of what the residual stream gets
+    float norm_eps, min_step, max_step, step_scale, gate_scale;
+    float added_scale;  // factor of what is added to the residual stream
     int32_t n_runs, n_projections, n_heads, n_key_heads, key_width, value_width, n_taps;
     int32_t n_numbers;  // numbers of each head in a row's inputs, after queries, keys and values
     int32_t convolves_keys;  // 0 (Mamba-1): only values are convolved, they come first, and each value has a step
@@ -78,7 +79,7 @@ struct Recurrence {  // a gated delta rule or a state space, in place of attenti
     int n_keys() const { return 2 * n_key_heads * key_width; }
     int n_convolved() const { return convolves_keys * n_keys() + n_heads * value_width; }
     int n_inputs() const { return n_keys() + n_heads * (value_width + n_numbers) + n_low; }
-    // Whether a row's values, of a pass in bfloat16, are kept as codes; and the elements that are kept of its inputs.
+    // Whether a row's values are stored as codes in passes in bfloat16; and the elements that are stored of a row's inputs.
     bool codes_values(int32_t is_bf16) const { return is_bf16 && n_low && n_convolved() % 16 == 0; }
     int kept_width(int32_t is_bf16) const {
         return codes_values(is_bf16) ? n_inputs() - n_convolved() + 1 + n_convolved() * 13 / 16 : n_inputs();
@@ -93,7 +94,7 @@ struct Mlp {
     // Of XIELU: factors of squares, of exponentials and of x, and the largest exponent. Of CLAMPED: the bound of gate and up,
     // and the factor in the sigmoid.
     float curve[4];
-    float gate_scale, added_scale;  // factors of the gate, before the activation, and of what the residual stream gets
+    float gate_scale, added_scale;  // factors of the gate, before the activation, and of what is added to the residual stream
 };
 
 struct Mixture {  // a mixture of experts in place of an MLP
@@ -103,20 +104,20 @@ struct Mixture {  // a mixture of experts in place of an MLP
     Map widest;                 // sizes of buffers: the most inputs of its maps; has codes or an order if one of them has
     const Map *in, *out;        // of each expert, then of the shared one; `in`: `n_in_maps` each (gate and up, or both as one)
     const void* shared_gate;    // (n_hidden,): the sigmoid of its product with a row multiplies the shared output; null: 1
-    Choosing choosing;
+    Routing routing;
     int32_t has_shared, wide_router, rounded_logits;
     int32_t weighs_inputs;      // weights multiply the experts' inputs, not their outputs
     int32_t n_in_maps, n_inner, n_shared_inner;
     Mlp mlp;  // the activation of all experts; its other fields are not used
-    float shared_scale, added_scale;  // factors of the shared output, and of what the residual stream gets
+    float shared_scale, added_scale;  // factors of the shared output, and of what is added to the residual stream
     // Gemma 4: experts, shared expert and router each have a norm before them, and both outputs have a norm after them.
     // `before` is that of the experts. Logits are multiplied by `logit_scale`.
     Norm router_before, shared_before, experts_after, shared_after;
     const float* expert_scale;  // (n_experts,), factors of the weights of chosen experts; null: 1
     float logit_scale;
 
-    // Whether router, experts and shared expert have norms of their own.
-    bool own_norms() const { return router_before.kind != NO_NORM; }
+    // Whether router, experts and shared expert have separate norms.
+    bool separate_norms() const { return router_before.kind != NO_NORM; }
 };
 
 struct LayerEnd {  // the end of a layer: a term from the row's per-layer input, and a scale; `ends.h`
@@ -133,14 +134,14 @@ struct LayerInputs {  // computes per-layer inputs: adds the norm of `map` of a 
     int32_t width;
 };
 
-enum StepKind : int32_t { ATTENTION, MLP, KEEP, LOGITS, MIXTURE, CONVOLUTION, RECURRENCE, LAYER_END, LAYER_INPUTS };
+enum StepKind : int32_t { ATTENTION, MLP, SAVE, LOGITS, MIXTURE, CONVOLUTION, RECURRENCE, LAYER_END, LAYER_INPUTS };
 struct Step {
     const void* part;                   // the structure for the kind; for LOGITS a Map
-    // `window`: number of positions that a row sees, its own the last; negative: the size of chunks, of which a row sees its
-    // own; 0: all. `rows`: index of a list of rows.
+    // `window`: number of positions that a row sees, up to its own; negative: the size of chunks, when a row sees only its chunk;
+    // 0: a row sees all. `rows`: index of a list of rows.
     int32_t kind, layer, window, rows;
     int32_t rotation;                   // index of a rotation, -1: none
-    int32_t from_kept;                  // an MLP, a mixture or a recurrence reads the states that KEEP stored
+    int32_t from_saved;                 // an MLP, a mixture or a recurrence reads the states that SAVE stored
 };
 
 struct Rotation {

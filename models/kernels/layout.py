@@ -9,8 +9,8 @@ NO_NORM, RMS, RMS_PLUS_ONE, LAYER, RMS_WIDE = range(5)
 SILU, GELU, GELU_TANH, RELU, RELU_SQUARED, XIELU, CLAMPED = range(7)
 SCORES = ("softmax", "sigmoid", "sparse_mixer", "late_sigmoid")  # How experts are scored.
 BY_HEAD, WHOLE, ROTATED, LATENT = range(4)  # What the norms of queries and keys apply to, and when: see `layout.h`.
-ATTENTION, MLP, KEEP, LOGITS, MIXTURE, CONVOLUTION, RECURRENCE, LAYER_END, LAYER_INPUTS = range(9)
-GATED_BEHIND_NORM, GATED_BEFORE_NORM, GATED_ALONE = range(3)  # How the output of a recurrent state is normed and gated.
+ATTENTION, MLP, SAVE, LOGITS, MIXTURE, CONVOLUTION, RECURRENCE, LAYER_END, LAYER_INPUTS = range(9)
+GATED_AFTER_NORM, GATED_BEFORE_NORM, GATED_ALONE = range(3)  # How the output of a recurrent state is normed and gated.
 # Encodings of the scales and zeros of packed weights: the values of `ScaleType` in `quantised.h`.
 ZERO_VALUES, ZERO_CODES_BF16, ZERO_CODES_F16, ZERO_CODES_F32, PAIRS, CENTRED, EXPONENTS = range(7)
 SUPER_PAIRS, SUPER_CENTRED = range(7, 9)
@@ -45,10 +45,10 @@ class Attention(Structure):
         *_fields(Norm, "before after query_norm key_norm value_norm inner"),
         ("projections", Map * 3),
         ("out", Map),
-        ("of_queries", Map),
-        *_fields(c_void_p, "of_keys of_values"),
+        ("query_map", Map),
+        *_fields(c_void_p, "key_maps value_maps"),
         *_fields(c_int32, "n_projections n_heads n_kv_heads width rotary"),
-        *_fields(c_int32, "query_at query_step key_at key_step value_at value_step head_norm gated reads_other"),
+        *_fields(c_int32, "query_at query_step key_at key_step value_at value_step head_norm gated reads_shared_kv"),
         *_fields(c_float, "scaling softcap clip added_scale"),
         ("sinks", c_void_p),
     ]
@@ -71,7 +71,7 @@ class Recurrence(Structure):
         *_fields(Map, "out low steps"),
         ("low_norms", Norm * 3),
         *_fields(c_void_p, "runs gates places taps taps_bias decay step_bias skip norm"),
-        *_fields(c_float, "norm_eps least_step largest_step step_scale gate_scale added_scale"),
+        *_fields(c_float, "norm_eps min_step max_step step_scale gate_scale added_scale"),
         *_fields(c_int32, "n_runs n_projections n_heads n_key_heads key_width value_width n_taps n_numbers"),
         *_fields(c_int32, "convolves_keys n_low gating norm_width"),
     ]
@@ -88,10 +88,10 @@ class Mlp(Structure):
     ]
 
 
-class Choosing(Structure):
+class Routing(Structure):
     _fields_ = [
         *_fields(c_int32, "n_experts n_chosen n_groups n_groups_chosen scores normalised n_best"),
-        *_fields(c_float, "least scale jitter"),
+        *_fields(c_float, "min_sum scale jitter"),
     ]
 
 
@@ -101,7 +101,7 @@ class Mixture(Structure):
         *_fields(c_void_p, "router correction router_bias"),
         ("widest", Map),
         *_fields(c_void_p, "into out shared_gate"),
-        ("choosing", Choosing),
+        ("routing", Routing),
         *_fields(c_int32, "has_shared wide_router rounded_logits weighs_inputs n_in_maps n_inner n_shared_inner"),
         ("mlp", Mlp),
         *_fields(c_float, "shared_scale added_scale"),
@@ -120,7 +120,7 @@ class LayerInputs(Structure):
 
 
 class Step(Structure):
-    _fields_ = [("part", c_void_p), *_fields(c_int32, "kind layer window rows rotation from_kept")]
+    _fields_ = [("part", c_void_p), *_fields(c_int32, "kind layer window rows rotation from_saved")]
 
 
 class Rotation(Structure):

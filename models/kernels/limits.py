@@ -60,7 +60,7 @@ def norm_gating_of(norm: Any, rule: StateRule) -> int:
             scale: Tensor = (grouped.square().mean(dim=-1, keepdim=True) + eps).rsqrt()
             return (grouped * scale).flatten(1) * weight.float()
 
-        ways = {layout.GATED_BEHIND_NORM: unit(value) * gate, layout.GATED_BEFORE_NORM: unit(value * gate)}
+        ways = {layout.GATED_AFTER_NORM: unit(value) * gate, layout.GATED_BEFORE_NORM: unit(value * gate)}
         for way, expected in ways.items():
             if torch.allclose(given, expected, rtol=2e-2, atol=2e-2):
                 return way

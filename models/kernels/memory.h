@@ -1,33 +1,33 @@
-// Memory of passes, which is reused from pass to pass and never freed. Nothing here needs the C++ runtime library, so the
-// kernels can be built with a compiler that has none, or another one.
+// Memory of passes, which is reused from pass to pass and never freed. It needs no C++ runtime library, so that the kernels can
+// be built by a compiler without one, or with another one.
 #pragma once
 #include <csetjmp>
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
 
-enum Failure { NO_MEMORY = 1, NO_THREAD = 2 };  // what `swiftopt_run` returns
+enum Failure { NO_MEMORY = 1, NO_THREAD = 2 };  // the codes that `swiftopt_run` returns
 
-static jmp_buf failed;  // `longjmp` here with a Failure ends a pass that is being prepared
+static jmp_buf failure_jump;  // `longjmp` here with a Failure ends a pass that is being prepared
 
-// A growing array. T has no destructor, and its initial value is zero bytes. Items that `clear` removes keep the memory that
-// they own, for the items that take their place.
+// A growing array. T has no destructor, and its initial value is zero bytes. Items that `clear` removes keep their memory, which
+// later items in the same positions reuse.
 template <class T> struct List {
     T* items;
-    size_t n, room;
+    size_t n, capacity;
 
     T& add() {
         reserve(n + 1);
         return items[n++];
     }
     void add(T value) { add() = value; }
-    void reserve(size_t wanted) {
-        if (wanted <= room) return;
-        const size_t more = wanted + wanted / 4 + 4;
-        T* grown = (T*)realloc((void*)items, more * sizeof(T));
-        if (!grown) longjmp(failed, NO_MEMORY);
-        memset((void*)(grown + room), 0, (more - room) * sizeof(T));
-        items = grown, room = more;
+    void reserve(size_t size) {
+        if (size <= capacity) return;
+        const size_t grown_size = size + size / 4 + 4;
+        T* grown = (T*)realloc((void*)items, grown_size * sizeof(T));
+        if (!grown) longjmp(failure_jump, NO_MEMORY);
+        memset((void*)(grown + capacity), 0, (grown_size - capacity) * sizeof(T));
+        items = grown, capacity = grown_size;
     }
     void clear() { n = 0; }
     T& last() { return items[n - 1]; }

@@ -17,8 +17,8 @@ from . import layout
 from .layout import Unsupported
 from .limits import norm_gating_of
 
-MOST_TAPS = 64  # Most tokens that a short convolution reads.
-WIDEST_STATE = 256  # Largest head dimension of a recurrence.
+MAX_TAPS = 64  # Tokens that a short convolution reads at most.
+MAX_STATE_WIDTH = 256  # Largest head dimension of a recurrence.
 # Of `ValueSteps`: its maps to what a row selects by and to steps, and the norms between them.
 Selection = tuple[layout.Map, layout.Map, Sequence[layout.Norm]]
 Keep = Callable[[Any], Any]  # Returns a tensor, which lives as long as what describes the model.
@@ -45,7 +45,7 @@ def convolution_of(
     block: Block, conv: Any, norms: Sequence[layout.Norm], maps: Sequence[layout.Map], keep: Keep
 ) -> layout.Convolution:
     """Describe a gated short convolution. Args: norms: before and after it. maps: into it and out of it."""
-    if block.n_taps > MOST_TAPS or conv.weight.shape != (maps[1].n_in, 1, block.n_taps):
+    if block.n_taps > MAX_TAPS or conv.weight.shape != (maps[1].n_in, 1, block.n_taps):
         raise Unsupported(f"a convolution of {tuple(conv.weight.shape)} is computed by torch")
     bias = keep(None if conv.bias is None else conv.bias.detach().float())
     taps = keep(conv.weight.detach()[:, 0].t().float().contiguous())
@@ -71,7 +71,7 @@ def recurrence_of(
     assert rule is not None
     form = rule.form
     widest = max(form.key_width, form.value_width)
-    if form.n_taps > MOST_TAPS or widest > WIDEST_STATE or form.n_heads % form.n_key_heads:
+    if form.n_taps > MAX_TAPS or widest > MAX_STATE_WIDTH or form.n_heads % form.n_key_heads:
         raise Unsupported(f"a recurrence of {form} is computed by torch")
     space = rule if isinstance(rule, StateSpace) else None
     if space is not None and block.head_order is not None:

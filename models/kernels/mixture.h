@@ -2,7 +2,7 @@
 #pragma once
 #include "vec.h"
 
-constexpr int MOST_EXPERTS = 1024;  // most experts of a layer
+constexpr int MAX_EXPERTS = 1024;  // per layer
 
 // The dot product of a row and a weight, summed in an order that does not depend on other rows. `ahead`: distance in values to
 // the weights that are prefetched, 0: none are.
@@ -24,12 +24,12 @@ struct Choice {  // an expert of a row, and the factor of its output
     float weight;
 };
 
-// Scores of experts: the softmax of logits; their sigmoids; those of Phi's router, which chooses two by their logits
-// (arXiv:2409.12136); or, for experts that are chosen by logits, the sigmoids of these (Llama 4).
+// Scores of experts: the softmax of logits; their sigmoids; the scores of Phi's router, which chooses two experts by their logits
+// (arXiv:2409.12136); or the sigmoids of the logits by which experts were chosen (Llama 4).
 enum Scores : int32_t { SOFTMAX, SIGMOID, SPARSE_MIXER, LATE_SIGMOID };
 
-// Counts of a pass, summed over its mixtures, without shared experts: distinct experts; experts taken by rows after the first
-// of their sequence; and how many of the latter the row before had also taken.
+// Counts of a pass, summed over its mixtures, without shared experts: `distinct` experts; experts `taken` by rows after the first
+// of their sequence; and those of them that the row before had also taken (`repeated`).
 struct ExpertCounts {
     int64_t mixtures, distinct, taken, repeated;
 };
@@ -45,43 +45,44 @@ static inline int64_t common(const Choice* a, const Choice* b, int n) {
     return n_common;
 }
 
-struct Choosing {  // how experts are chosen by scores
+struct Routing {  // how experts are chosen by scores
     int32_t n_experts, n_chosen, n_groups, n_groups_chosen;
     int32_t scores, normalised;   // one of Scores; whether weights are divided by their sum
     int32_t n_best;               // a group's score is the sum of its best scores, one or two
-    float least, scale;           // lower bound of the sum that weights are divided by; factor of weights after that
-    float jitter;                 // of SPARSE_MIXER: an expert whose logit is relatively further from the best does not count
+    float min_sum, scale;         // lower bound of the sum that weights are divided by; factor of weights after that
+    float jitter;                 // of SPARSE_MIXER: experts whose logit is relatively further from the best are left out
 };
 
 // Choose the two best experts of a row by their logits, in ascending order. A weight is the expert's share in the exponentials
 // of experts whose logits are near its own; for the second one, the best is left out.
-static inline void mix_sparsely(const Choosing& how, const float* logits, Choice* choices) {
+static inline void choose_sparse_mixer(const Routing& routing, const float* logits, Choice* choices) {
     int first = -1;
-    for (int turn = 0; turn < 2; turn++) {
+    for (int choice = 0; choice < 2; choice++) {
         int best = -1;
-        for (int e = 0; e < how.n_experts; e++)
+        for (int e = 0; e < routing.n_experts; e++)
             if (e != first && (best < 0 || logits[e] > logits[best])) best = e;
         float total = 0;
-        for (int e = 0; e < how.n_experts; e++) {
-            const float behind = logits[best] - logits[e];
-            const bool is_near = !(behind / std::max(std::fabs(logits[e]), logits[best]) > 2 * how.jitter);
-            if (e != first && is_near) total += std::exp(-behind);
+        for (int e = 0; e < routing.n_experts; e++) {
+            const float gap = logits[best] - logits[e];
+            const bool is_near = !(gap / std::max(std::fabs(logits[e]), logits[best]) > 2 * routing.jitter);
+            if (e != first && is_near) total += std::exp(-gap);
         }
-        choices[turn] = {best, 1.0f / total};
+        choices[choice] = {best, 1.0f / total};
         first = best;
     }
     if (choices[0].expert > choices[1].expert) std::swap(choices[0], choices[1]);
 }
 
 // Choose the experts of a row, in ascending order. `scores`: logits, overwritten. `correction`: added to scores only to choose,
-// null: nothing. `taken` and `groups`: room for n_experts and n_groups values. Of equal scores, the first expert is chosen.
+// null: nothing. `rank_scores` and `groups`: scratch for n_experts
+// and n_groups values. Of equal scores, the first expert is chosen.
 static inline void choose(
-    const Choosing& how, float* scores, const float* correction, float* taken, float* groups, Choice* choices) {
-    const int n = how.n_experts;
-    if (how.scores == SPARSE_MIXER) return mix_sparsely(how, scores, choices);
-    const bool late = how.scores == LATE_SIGMOID;
-    if (late) std::copy(scores, scores + n, taken);
-    if (how.scores == SIGMOID || late) {
+    const Routing& routing, float* scores, const float* correction, float* rank_scores, float* groups, Choice* choices) {
+    const int n = routing.n_experts;
+    if (routing.scores == SPARSE_MIXER) return choose_sparse_mixer(routing, scores, choices);
+    const bool late = routing.scores == LATE_SIGMOID;
+    if (late) std::copy(scores, scores + n, rank_scores);
+    if (routing.scores == SIGMOID || late) {
         for (int e = 0; e < n; e++) scores[e] = 1.0f / (1.0f + std::exp(-scores[e]));
     } else {
         float largest = scores[0], total = 0;
@@ -89,37 +90,37 @@ static inline void choose(
         for (int e = 0; e < n; e++) total += scores[e] = std::exp(scores[e] - largest);
         for (int e = 0; e < n; e++) scores[e] /= total;
     }
-    for (int e = 0; e < n && !late; e++) taken[e] = correction ? scores[e] + correction[e] : scores[e];
-    if (how.n_groups > 1 && how.n_groups_chosen < how.n_groups) {
-        const int size = n / how.n_groups;
-        for (int g = 0; g < how.n_groups; g++) {
+    for (int e = 0; e < n && !late; e++) rank_scores[e] = correction ? scores[e] + correction[e] : scores[e];
+    if (routing.n_groups > 1 && routing.n_groups_chosen < routing.n_groups) {
+        const int size = n / routing.n_groups;
+        for (int g = 0; g < routing.n_groups; g++) {
             float best = -INFINITY, next = -INFINITY;
             for (int e = g * size; e < (g + 1) * size; e++) {
-                if (taken[e] > best) next = best, best = taken[e];
-                else next = std::max(next, taken[e]);
+                if (rank_scores[e] > best) next = best, best = rank_scores[e];
+                else next = std::max(next, rank_scores[e]);
             }
-            groups[g] = size > 1 && how.n_best > 1 ? best + next : best;
+            groups[g] = size > 1 && routing.n_best > 1 ? best + next : best;
         }
-        for (int left = how.n_groups - how.n_groups_chosen; left > 0; left--) {
+        for (int left = routing.n_groups - routing.n_groups_chosen; left > 0; left--) {
             int worst = -1;  // of equal groups, the last one is left out
-            for (int g = 0; g < how.n_groups; g++)
+            for (int g = 0; g < routing.n_groups; g++)
                 if (groups[g] < INFINITY && (worst < 0 || groups[g] <= groups[worst])) worst = g;
             if (worst < 0) break;
             groups[worst] = INFINITY;
-            for (int e = worst * size; e < (worst + 1) * size; e++) taken[e] = -INFINITY;
+            for (int e = worst * size; e < (worst + 1) * size; e++) rank_scores[e] = -INFINITY;
         }
     }
-    bool in_use[MOST_EXPERTS] = {};
-    for (int i = 0; i < how.n_chosen; i++) {
+    bool in_use[MAX_EXPERTS] = {};
+    for (int i = 0; i < routing.n_chosen; i++) {
         int best = -1;
         for (int e = 0; e < n; e++)
-            if (!in_use[e] && (best < 0 || taken[e] > taken[best])) best = e;
+            if (!in_use[e] && (best < 0 || rank_scores[e] > rank_scores[best])) best = e;
         in_use[best] = true;
     }
     float total = 0;
     int n_listed = 0;
     for (int e = 0; e < n; e++)
         if (in_use[e]) choices[n_listed++] = {e, scores[e]}, total += scores[e];
-    const float divisor = how.normalised ? std::max(total, how.least) : 1.0f;
-    for (int i = 0; i < how.n_chosen; i++) choices[i].weight = choices[i].weight / divisor * how.scale;
+    const float divisor = routing.normalised ? std::max(total, routing.min_sum) : 1.0f;
+    for (int i = 0; i < routing.n_chosen; i++) choices[i].weight = choices[i].weight / divisor * routing.scale;
 }

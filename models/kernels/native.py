@@ -22,7 +22,7 @@ from ..coded_slots import SlotCoding
 from ..rows import HeadRows, Pass, keepers
 from . import layout
 from .build import Kernels
-from .calls import best_to, likeliest, linear, run
+from .calls import write_likeliest, likeliest, linear, run
 from .description import ModelDescription
 from .layout import Unsupported
 from .mixers import sequence_of
@@ -35,7 +35,7 @@ STEPS: dict[type[ctypes.Structure], int] = {
     **{layout.Attention: layout.ATTENTION, layout.Convolution: layout.CONVOLUTION},
     **{layout.Recurrence: layout.RECURRENCE, layout.Mlp: layout.MLP, layout.Mixture: layout.MIXTURE},
 }
-MOST_PROGRAMS = 64
+MAX_PROGRAMS = 64
 
 
 @dataclass(slots=True)
@@ -69,7 +69,7 @@ class NativePasses:
 
     def forget(self) -> None:
         """Describe the model to the library again, after weights have moved in memory."""
-        self._program = lru_cache(maxsize=MOST_PROGRAMS)(self._new_program)
+        self._program = lru_cache(maxsize=MAX_PROGRAMS)(self._new_program)
         self._model = ModelDescription(self.runtime)
 
     def join(self, embedded: Tensor, of_tokens: Tensor) -> Tensor:
@@ -115,13 +115,15 @@ class NativePasses:
             visible.append(None if seen is None else seen.contiguous())  # Keep it alive until the pass has run.
             sequences.append(sequence_of(pass_, visible[-1]))
             sets = rows.variants or (self.runtime.whole,)
+            n_set_rows = n_pass_rows // len(sets)
             for i, layer_set in enumerate(sets):
-                share = n_pass_rows // len(sets)
-                members.setdefault(layer_set, []).append(range(n + i * share, n + (i + 1) * share))
+                members.setdefault(layer_set, []).append(range(n + i * n_set_rows, n + (i + 1) * n_set_rows))
             n += n_pass_rows
         program = self._program(tuple(members), first, last, None if read is None else (read[0],))
-        shares = list(members.values())
-        indices = [None if len(ids) == len(shares) else _rows_of(shares[i] for i in ids) for ids in program.lists]
+        rows_of_sets = list(members.values())
+        indices = [
+            None if len(ids) == len(rows_of_sets) else _indices(rows_of_sets[i] for i in ids) for ids in program.lists
+        ]
         row_positions = torch.tensor(positions, dtype=torch.int32)
         rotations = self._rotations(max(positions, default=0) + 1)
         call = layout.Call(positions=row_positions.data_ptr(), rotations=rotations, n_sequences=len(sequences))
@@ -151,7 +153,7 @@ class NativePasses:
         heads = {block.index: block.heads for block in full if block.heads.latent is None}
         return SlotCoding.of(
             self.kernels,
-            {layer: (own.n_kv_heads, own.width) for layer, own in heads.items()},
+            {layer: (sizes.n_kv_heads, sizes.width) for layer, sizes in heads.items()},
             [block.source for block in runtime.blocks],
             runtime.info.n_parameters,
             capacity,
@@ -192,7 +194,7 @@ class NativePasses:
         """Return the most probable token of each row of `logits` (rows, vocab), int64 (rows,); of equals the first."""
         self._check(logits)
         token_ids = torch.empty(logits.shape[0], dtype=torch.int64)
-        best_to(self.kernels, logits, token_ids.data_ptr(), None)
+        write_likeliest(self.kernels, logits, token_ids.data_ptr(), None)
         return token_ids
 
     def _check(self, hidden: Tensor) -> None:
@@ -221,16 +223,16 @@ class NativePasses:
         all_sets = frozenset(range(len(variants)))
         for block in runtime.blocks[first:last]:
             members_by_kind = kept[block.index]
-            from_kept = runtime.parallel and bool(members_by_kind["attn"])
-            if from_kept and members_by_kind["mlp"]:
-                add(layout.KEEP, block, None, all_sets)
+            from_saved = runtime.parallel and bool(members_by_kind["attn"])
+            if from_saved and members_by_kind["mlp"]:
+                add(layout.SAVE, block, None, all_sets)
             if block.parts.beside is not None and members_by_kind["attn"]:
-                add(layout.KEEP, block, None, all_sets)
+                add(layout.SAVE, block, None, all_sets)
             for kind in block.kinds:
                 for form, members in members_by_kind[kind]:
                     for number, part in enumerate(self._model.parts_of(kind, block.index, form)):
                         add(STEPS[type(part)], block, part, members)
-                        steps[-1].from_kept = number > 0 or (from_kept and kind == "mlp")
+                        steps[-1].from_saved = number > 0 or (from_saved and kind == "mlp")
             if block.index in self._model.ends:
                 add(layout.LAYER_END, block, self._model.ends[block.index], all_sets)
         if head is not None:
@@ -240,5 +242,6 @@ class NativePasses:
         return Program((layout.Step * len(steps))(*steps), lists, held, n_out)
 
 
-def _rows_of(shares: Iterable[Iterable[range]]) -> Tensor:
-    return torch.tensor(sorted(row for share in shares for part in share for row in part), dtype=torch.int32)
+def _indices(rows_of_sets: Iterable[Iterable[range]]) -> Tensor:
+    """Return the indices of the rows of some layer sets, int32 in ascending order."""
+    return torch.tensor(sorted(row for ranges in rows_of_sets for rows in ranges for row in rows), dtype=torch.int32)

@@ -22,7 +22,7 @@ static inline void relax() {
 #endif
 }
 
-// A number; threads can wait for it to change.
+// A number that threads can wait for to change.
 struct Signal {
     std::atomic<uint32_t> value{0};
     std::atomic<int> sleepers{0};
@@ -78,12 +78,12 @@ class Team {
     }
 
     // Distribute 0 … n - 1 in pieces of `piece`. Returns when all threads are done and one of them has then run `last`.
-    template <class F, class G> void each(int64_t n, int64_t piece, F&& body, G&& last) {
+    template <class F, class G> void parallel_for(int64_t n, int64_t piece, F&& body, G&& last) {
         for (int64_t i; (i = next_.fetch_add(piece, std::memory_order_relaxed)) < n;) body(i, i + piece < n ? i + piece : n);
         sync(last);
     }
-    template <class F> void each(int64_t n, int64_t piece, F&& body) {
-        each(n, piece, body, [] {});
+    template <class F> void parallel_for(int64_t n, int64_t piece, F&& body) {
+        parallel_for(n, piece, body, [] {});
     }
 
     void sync() {
@@ -111,29 +111,29 @@ class Team {
         arrived_ = 0, next_ = 0;
     }
 
-    static constexpr int most = 255;
+    static constexpr int max_threads = 255;
 
   private:
     struct Member {  // arguments of a new thread
         Team* team;
         int number;
-        uint32_t seen;
+        uint32_t last_start;
     };
 
     void start_thread() {
         auto* member = (Member*)malloc(sizeof(Member));
-        if (!member) longjmp(failed, NO_MEMORY);
+        if (!member) longjmp(failure_jump, NO_MEMORY);
         *member = {this, n_threads_ + 1, start_.value.load()};
-        auto serve_member = [](void* argument) -> void* {
+        auto start_routine = [](void* argument) -> void* {
             const Member started = *(Member*)argument;
             free(argument);
-            started.team->serve(started.number, started.seen);
+            started.team->serve(started.number, started.last_start);
             return nullptr;
         };
         pthread_t thread;
-        if (pthread_create(&thread, nullptr, serve_member, member)) {
+        if (pthread_create(&thread, nullptr, start_routine, member)) {
             free(member);
-            longjmp(failed, NO_THREAD);
+            longjmp(failure_jump, NO_THREAD);
         }
         pthread_detach(thread);
         n_threads_++;
@@ -141,11 +141,11 @@ class Team {
 
     // `start_` holds a run's count and its number of threads in one word, because threads that do not take part must not
     // read `n_`.
-    void serve(int number, uint32_t seen) {
+    void serve(int number, uint32_t last_start) {
         for (;;) {
-            start_.wait_while(seen);
-            seen = start_.value.load();
-            if (uint32_t(number) < (seen & 0xff)) {
+            start_.wait_while(last_start);
+            last_start = start_.value.load();
+            if (uint32_t(number) < (last_start & 0xff)) {
                 work_(on_, number);
                 sync();
             }

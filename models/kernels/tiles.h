@@ -7,8 +7,8 @@
 #define WITH_TILES 1
 constexpr int SIDE = 16;  // rows of a tile, and words of 32 bits in a row
 
-struct WholeTiles {  // configures its thread's tiles to full size while it exists
-    WholeTiles() {
+struct TileConfig {  // configures its thread's tiles to full size while it exists
+    TileConfig() {
         struct alignas(64) {
             uint8_t palette = 1, start = 0, reserved[14] = {};
             uint16_t row_bytes[16] = {};
@@ -17,7 +17,7 @@ struct WholeTiles {  // configures its thread's tiles to full size while it exis
         for (int t = 0; t < 8; t++) shape.row_bytes[t] = SIDE * 4, shape.rows[t] = SIDE;
         asm volatile("ldtilecfg %0" ::"m"(shape));
     }
-    ~WholeTiles() { asm volatile("tilerelease"); }
+    ~TileConfig() { asm volatile("tilerelease"); }
 };
 
 template <int T> static inline void zero_tile() { asm volatile("tilezero %%tmm%c0" ::"i"(T)); }
@@ -44,7 +44,7 @@ template <class F, int... I> static inline void unrolled(F&& f, std::integer_seq
 template <int N, class F> static inline void unrolled(F&& f) { unrolled(f, std::make_integer_sequence<int, N>{}); }
 
 // Transpose 16 rows of 16 words.
-static inline void turn(__m512i (&v)[SIDE]) {
+static inline void transpose(__m512i (&v)[SIDE]) {
     __m512i t[SIDE];
     for (int i = 0; i < SIDE; i += 2) {
         t[i] = _mm512_unpacklo_epi32(v[i], v[i + 1]);
@@ -65,5 +65,5 @@ static inline void turn(__m512i (&v)[SIDE]) {
     for (int i = 0; i < SIDE; i++) v[i] = t[i];
 }
 #else
-struct WholeTiles {};
+struct TileConfig {};
 #endif

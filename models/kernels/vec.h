@@ -64,7 +64,7 @@ static inline float to_float(bf16 x) {
 }
 
 static inline float to_float(f16 x) {
-    // Shift exponent and mantissa to a float32's, whose bias of exponents is 112 larger. Infinities and NaNs become those.
+    // Shift exponent and mantissa to a float32's, whose exponent bias is 112 larger. Infinities and NaNs stay such.
     const uint32_t sign = uint32_t(x.bits & 0x8000) << 16, rest = uint32_t(x.bits & 0x7fff) << 13;
     const uint32_t odd = rest >= 0x0f800000 ? 0x7f800000 : 0;
     float value, unit;

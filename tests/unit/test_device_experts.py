@@ -19,7 +19,7 @@ from swiftopt.models.coded import CodedLinear, Codes
 from swiftopt.models.expert_checkpoints import mixtures_of
 from swiftopt.models.expert_choice import chooser_of
 from swiftopt.models.families import FAMILIES
-from swiftopt.models.kernels.experts import choosing_of, correction_of
+from swiftopt.models.kernels.experts import correction_of, routing_of
 from swiftopt.models.loading import at_speed
 from swiftopt.models.mixtures import in_order
 from swiftopt.models.row_invariant import make_row_invariant
@@ -61,14 +61,14 @@ def test_experts_are_chosen_as_by_the_models_router(variant: str) -> None:
     hidden = torch.randn(16, 32, generator=torch.Generator().manual_seed(2))
     others = [correction] if variant in ("minimax_m2", "hy_v3") else []
     logits, weights, experts = in_order(chooser(hidden, *others))
-    how = choosing_of(runtime.config, mlp, named, N_EXPERTS)
+    routing = routing_of(runtime.config, mlp, named, N_EXPERTS)
     on_place = None if correction is None else correction.to(PLACE)
-    taken, found = device_experts.choose(logits.to(PLACE).contiguous(), on_place, how)
+    taken, found = device_experts.choose(logits.to(PLACE).contiguous(), on_place, routing)
     order = experts.argsort(dim=-1)
     assert torch.equal(taken.cpu().long(), experts.gather(1, order))
     torch.testing.assert_close(found.cpu(), weights.gather(1, order).float(), rtol=1e-5, atol=1e-6)
     for row in (0, 11):
-        alone = device_experts.choose(logits[row : row + 1].to(PLACE).contiguous(), on_place, how)
+        alone = device_experts.choose(logits[row : row + 1].to(PLACE).contiguous(), on_place, routing)
         assert torch.equal(alone[0][0], taken[row]) and torch.equal(alone[1][0], found[row])
 
 
@@ -77,8 +77,8 @@ def test_nan_logits_choose_existing_experts() -> None:
     runtime = tiny_runtime("qwen3_moe", torch.float32)
     block = runtime.blocks[1]
     assert block.experts is not None
-    how = choosing_of(runtime.config, block.parts.mlp, block.experts, N_EXPERTS)
-    taken, _ = device_experts.choose(torch.full((2, N_EXPERTS), torch.nan, device=PLACE), None, how)
+    routing = routing_of(runtime.config, block.parts.mlp, block.experts, N_EXPERTS)
+    taken, _ = device_experts.choose(torch.full((2, N_EXPERTS), torch.nan, device=PLACE), None, routing)
     assert taken.tolist() == [[0, 1], [0, 1]]
 
 

@@ -119,7 +119,7 @@ def test_every_kernel_is_launched_where_its_tensors_lie(monkeypatch: pytest.Monk
     device_attention.attend(heads, table, 5, 1, device_attention.SPLIT + 1, 0, 1, 4, 1.0)
     device.gated(x, device.SILU)
     device.gated_norm(x, x, weight[0], 1e-6, 16, False)
-    device_experts.choose(x, None, layout.Choosing(n_experts=64, n_chosen=2, n_groups=1, n_groups_chosen=1))
+    device_experts.choose(x, None, layout.Routing(n_experts=64, n_chosen=2, n_groups=1, n_groups_chosen=1))
     shared = device_experts.shared_out(taken, 6)
     assert device_experts.expert_linear(x, maps, None, taken, *shared).shape == (4, 64)
     device_experts.mixed(heads.view(4, -1)[:, :64], maps, None, taken, x, *shared)
