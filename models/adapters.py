@@ -251,7 +251,7 @@ def _text_or_texts(value: Any) -> Any:
 def _texts(value: Any) -> tuple[str, ...]:
     listed = [value] if isinstance(value, str) else value or ()
     if not isinstance(listed, list | tuple) or not all(isinstance(name, str) and name for name in listed):
-        raise ValueError("a list of names is wanted")
+        raise ValueError("it must be a list of names")
     return tuple(listed)
 
 
@@ -265,38 +265,38 @@ def _patterns(value: Any) -> tuple[str, ...]:
 def _layers(value: Any) -> tuple[int, ...]:
     listed = [value] if isinstance(value, int) else value or []
     if not isinstance(listed, list) or not all(type(layer) is int and layer >= 0 for layer in listed):
-        raise ValueError("a layer's number or a list of them is wanted")
+        raise ValueError("it must be a layer's number or a list of them")
     return tuple(listed)
 
 
 def _rank(value: Any) -> int:
     if type(value) is not int or value < 1:
-        raise ValueError("a number from 1 up is wanted")
+        raise ValueError("it must be a whole number from 1 up")
     return value
 
 
 def _alpha(value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise ValueError("a number is wanted")
+        raise ValueError("it must be a number")
     return float(value)
 
 
 def _flag(value: Any) -> bool:
     if value is not None and not isinstance(value, bool):
-        raise ValueError("true or false is wanted")
+        raise ValueError("it must be true or false")
     return bool(value)
 
 
 def _bias(value: Any) -> str:
     if value not in ("none", "all", "lora_only"):
-        raise ValueError("none, all or lora_only is wanted")
+        raise ValueError("it must be none, all or lora_only")
     return str(value)
 
 
 def _by_name(check: Callable[[Any], Any]) -> Callable[[Any], dict[str, Any]]:
     def checked(value: Any) -> dict[str, Any]:
         if not isinstance(value, dict):
-            raise ValueError("an object with a number per pattern is wanted")
+            raise ValueError("it must be an object with a number per pattern")
         for key in value:
             re.compile(key)
         return {key: check(number) for key, number in value.items()}

@@ -60,8 +60,12 @@ def read_model(
     where = named or folder
     on_cpu = {"": "cpu"} if by_library else None  # Without a map, the quantisation library would choose a GPU.
     device_map = {"cpu": on_cpu, "auto-map": "auto"}.get(placement, {"": placement})
-    table = mapped_table(supported_config(folder), weight_files(folder)) if maps_rows else None
-    with reading(str(where), where, placement), _source(folder, dtype, table) as (auto, source):
+    is_part = is_multimodal(folder)
+    config = supported_config(folder) if is_part or maps_rows else None
+    table = mapped_table(config, weight_files(folder)) if maps_rows else None
+    n_rows = 0 if table is None or config is None else config.vocab_size_per_layer_input
+    tensors_of = config if is_part or table is not None else None
+    with reading(str(where), where, placement), _source(folder, dtype, tensors_of, table) as (auto, source):
         model, loading_info = auto.from_pretrained(
             **source,
             device_map=device_map,
@@ -74,19 +78,20 @@ def read_model(
     model_name = naming(folder)
     refuse_unread((name for name in loading_info["unexpected_keys"] if model_name(name) is not None), where)
     if table is not None:
-        put_stored(model, table, folder, where)
+        _put_stored(model, table, n_rows, folder, where)
     return model.eval().requires_grad_(False)
 
 
-def put_stored(model: Any, table: str, folder: Path, where: Path) -> None:
+def _put_stored(model: Any, table: str, n_rows: int, folder: Path, where: Path) -> None:
     """Give a model its embedding by layer, which stays in the folder's file (`mapped_rows`).
 
+    Args:   n_rows: the embedding's number of rows, from the config.
     Raises: ModelNotFound: the embedding has another shape than the config says.
     """
-    model.config.vocab_size_per_layer_input = supported_config(folder).vocab_size_per_layer_input
+    model.config.vocab_size_per_layer_input = n_rows
     with stored_tensors(folder) as tensors:
         stored = tensors.read(str(_stored_name(table, tensors)))
-    expected = model.config.vocab_size_per_layer_input, model.get_submodule(table).embedding_dim
+    expected = n_rows, model.get_submodule(table).embedding_dim
     if tuple(stored.shape) != expected:
         refuse_mismatched([(f"{table}.weight", stored.shape, expected)], where, "its config.json")
     put_mapped(model, table, stored.__getitem__, len(stored), model.dtype)
@@ -98,17 +103,17 @@ def _stored_name(table: str, tensors: StoredTensors) -> str | None:
 
 
 @contextmanager
-def _source(folder: Path, dtype: str, table: str | None) -> Iterator[tuple[Any, dict[str, Any]]]:
-    """Yield transformers' class for a folder, and its arguments: the folder, or the tensors of the text part.
+def _source(folder: Path, dtype: str, config: Any, table: str | None) -> Iterator[tuple[Any, dict[str, Any]]]:
+    """Yield transformers' class for a folder, and its arguments: the folder, or a config and tensors.
 
-    Args: table: the embedding by layer; transformers gets a few rows of zeros in its place.
+    Args: config: that of the loaded part, which is changed; None: transformers reads the folder itself.
+          table: the embedding by layer; transformers gets a few rows of zeros in its place.
     """
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
 
-    if not is_multimodal(folder) and table is None:
+    if config is None:
         yield AutoModelForCausalLM, {"pretrained_model_name_or_path": folder, "dtype": dtype}
         return
-    config = supported_config(folder)
     with stored_tensors(folder) as tensors:
         state = {name: _by_outputs(name, part, config) for name, part in tensors.slices().items()}
         if table is not None:

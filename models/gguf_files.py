@@ -27,7 +27,7 @@ from .gguf_forms import FORMS
 from .gguf_model import load_gguf, names_of, settings_folder
 from .gguf_reader import GgufFile
 from .gguf_settings import FIELDS
-from .saved import LEFTOVERS, TOKENIZER_FILES, OnStep, no_step, supported_config
+from .saved import LEFTOVERS, TOKENIZER_FILES, OnStep, ReadShare, WeightStorage, no_step, supported_config
 from .stored_tensors import is_readable, stored_tensors
 
 Rounding = Literal["stored", "F16", "Q8_0", "Q4_0"]
@@ -48,7 +48,7 @@ def converted(gguf: Path, on_step: OnStep) -> Path:
         on_step(f"converting {gguf.name}, only once")
         settings = settings_folder(gguf, on_step)
         _check_room(gguf)
-        model = load_gguf(settings, "bfloat16", "reading", on_step, coded=False)[0]
+        model = load_gguf(settings, "bfloat16", WeightStorage(coded=False), ReadShare(on_step, "reading"))[0]
         on_step("writing the converted model to the cache")
         model.save_pretrained(unfinished)
         for path in settings.iterdir():

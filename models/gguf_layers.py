@@ -14,7 +14,7 @@ from .gguf_values import KV_HEADS, MLP_WIDTH, PATTERN, OwnSettings
 
 SHARED = "attention.shared_kv_layers"  # Number of last layers that read another layer's keys and values.
 TOKEN_TABLE = "per_layer_token_embd.weight"  # The embedding by layer: a row for each token.
-ENCODERS = ("v.", "a.", "mm.")  # Prefixes of the names of tensors in encoders of images and audio.
+ENCODER_TENSORS = ("v.", "a.", "mm.")  # Name prefixes of tensors of image and audio encoders.
 _KEYS = re.compile(r"blk\.(\d+)\.attn_(?:k|k_norm|v)\.")  # Tensors of a layer's keys and values.
 
 

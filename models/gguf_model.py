@@ -24,7 +24,7 @@ from .cache import gguf_settings_folder, made_once
 from .config_layout import HeadLayout, heads_of
 from .families import family_of
 from .family import Family, GatedDelta
-from .gguf_layers import ENCODERS, TOKEN_TABLE, unused_keys
+from .gguf_layers import ENCODER_TENSORS, TOKEN_TABLE, unused_keys
 from .gguf_mixers import RENAMED, DeltaTensors, numbers_of
 from .gguf_packing import forms, packing_of
 from .gguf_reader import FileTensor, GgufFile, parts_of
@@ -34,7 +34,7 @@ from .gguf_tokenizer import write_tokenizer
 from .kernels.build import Kernels, kernels
 from .kernels.layout import ROWS
 from .mapped_rows import put_mapped
-from .saved import GGUF_WEIGHTS, OnStep, ReadShare, linked_gguf, refuse_missing, supported_type
+from .saved import GGUF_WEIGHTS, OnStep, ReadShare, WeightStorage, linked_gguf, refuse_missing, supported_type
 
 # Names of a router's correction of scores, a parameter or a buffer: their end in transformers, and in GGUF files.
 CORRECTIONS = {"correction_bias": "correction.bias", "expert_bias": "expert_bias.bias"}
@@ -79,22 +79,12 @@ def _write_settings(file: GgufFile, folder: Path) -> None:
 
 
 def load_gguf(
-    folder: Path,
-    dtype: str,
-    doing: str,
-    on_step: OnStep,
-    coded: bool = True,
-    file: GgufFile | None = None,
-    for_device: bool = False,
-    maps_rows: bool = False,
+    folder: Path, dtype: str, storage: WeightStorage, share: ReadShare, file: GgufFile | None = None
 ) -> tuple[Any, int]:
     """Load the model of a `settings_folder` on the CPU.
 
-    Args:    dtype: as for `models.loading.load`; only with bfloat16 do maps keep codes for our kernels on a CPU.
-             coded: whether maps may keep codes for our kernels on a CPU.
-             file: the file, if it is open already.
-             for_device: maps keep codes for the kernels of a CUDA device.
-             maps_rows: an embedding by layer stays in the file.
+    Args:    dtype: as for `models.loading.load`; maps keep codes for our kernels on a CPU only with bfloat16.
+             share: reports the share of the weights that was read. file: the file, if it is open already.
     Returns: the model, in evaluation mode, and its number of weights.
     Raises:  ModelNotFound: a tensor is missing or has another shape. UnsupportedModel: a tensor has no place in the
              model.
@@ -103,15 +93,14 @@ def load_gguf(
     from .skeleton import Skeleton, fits
 
     config, dtype_asked = unquantised_config(folder, dtype)
-    keeps = for_device or (coded and dtype_asked == torch.bfloat16)
+    keeps = storage.for_device or (storage.coded and dtype_asked == torch.bfloat16)
     chosen = kernels() if keeps else "codes are computed in bfloat16"
-    is_bare = not for_device and not isinstance(chosen, str) and fits(config)
+    is_bare = not storage.for_device and not isinstance(chosen, str) and fits(config)
     model: Any = Skeleton(config, dtype_asked) if is_bare else without_weights(config, dtype_asked)
     file = file or GgufFile(linked_gguf(folder))
     kept, read = None if isinstance(chosen, str) else chosen, loaded_tensors(file, config)
-    n_bytes = sum(tensor.data.nbytes for tensor in read if not (maps_rows and tensor.name == TOKEN_TABLE))
-    share = ReadShare(on_step, doing, n_bytes)
-    reading = Reading(file, model, dtype_asked, kept, for_device=for_device, on_bytes=share.add, maps_rows=maps_rows)
+    share.begin(sum(tensor.data.nbytes for tensor in read if not (storage.maps_rows and tensor.name == TOKEN_TABLE)))
+    reading = Reading(file, model, dtype_asked, kept, storage=storage, on_bytes=share.add)
     for name in list(model.state_dict()):
         reading.take(name)
     reading.finish()
@@ -120,7 +109,7 @@ def load_gguf(
 
 def own_tensors(file: GgufFile) -> list[FileTensor]:
     """Return the tensors of a file, without those of encoders for images and audio."""
-    return [tensor for name, tensor in file.tensors.items() if not name.startswith(ENCODERS)]
+    return [tensor for name, tensor in file.tensors.items() if not name.startswith(ENCODER_TENSORS)]
 
 
 def loaded_tensors(file: GgufFile, config: Any) -> list[FileTensor]:
@@ -149,17 +138,16 @@ class Reading:
     """Reads a file's tensors into a model whose parameters have no memory yet: `take` for each, then `finish`.
 
     Args: chosen: the kernels that maps keep codes for (None: all weights are de-quantised). first_layer: number in the
-          file of the model's first layer. for_device: the embedding keeps no codes. on_bytes: called with the number of
-          bytes that were read since the last call. maps_rows: as for `load_gguf`.
+          file of the model's first layer. storage: with `for_device`, the embedding keeps no codes. on_bytes: called
+          with the number of bytes that were read since the last call.
     """
 
     def __init__(
         self, file: GgufFile, model: Any, dtype: torch.dtype, chosen: Kernels | None, first_layer: int = 0,
-        for_device: bool = False, on_bytes: Callable[[int], None] = lambda n_bytes: None, maps_rows: bool = False,
+        storage: WeightStorage | None = None, on_bytes: Callable[[int], None] = lambda n_bytes: None,
     ) -> None:  # fmt: skip
         self.file, self.model, self.dtype, self.kernels = file, model, dtype, chosen
-        self.first_layer, self.for_device, self._on_bytes = first_layer, for_device, on_bytes
-        self.maps_rows = maps_rows
+        self.first_layer, self._storage, self._on_bytes = first_layer, storage or WeightStorage(), on_bytes
         self.family: Family = family_of(model.config)
         self.form = form_of(file)[1]
         self.heads: HeadLayout = heads_of(model.config)
@@ -189,7 +177,7 @@ class Reading:
                 self._take_map_of_latents(name)
             return
         module = self.model.get_submodule(module_name)
-        if self.maps_rows and tensor.name == TOKEN_TABLE:
+        if self._storage.maps_rows and tensor.name == TOKEN_TABLE:
             check_shape(self.file.path, tensor, tuple(module.weight.shape), tensor.shape)
             put_mapped(self.model, module_name, row_reader(tensor), tensor.shape[0], self.dtype)
             return
@@ -422,7 +410,7 @@ class Reading:
             return False  # In some families the router is a subclass of Linear that also chooses experts.
         if self._is_of_latents(module_name):
             return False  # Our kernels read this map head by head, for keys transposed.
-        is_embedding = module_name == self.family.embed and not self.for_device
+        is_embedding = module_name == self.family.embed and not self._storage.for_device
         return isinstance(module, nn.Linear | Conv1D) or is_embedding
 
     def _head_order(self, module_name: str) -> Tensor | None:

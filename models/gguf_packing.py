@@ -26,7 +26,7 @@ from ..core.requests import Speed
 from ..core.settings import n_threads
 from .free_memory import free_memory
 from .gguf_forms import FORMS
-from .gguf_layers import ENCODERS, TOKEN_TABLE, unused_keys
+from .gguf_layers import ENCODER_TENSORS, TOKEN_TABLE, unused_keys
 from .gguf_reader import FileTensor, GgufFile, parts_of
 from .gguf_settings import NEXT_LAYERS
 from .kernels import layout
@@ -215,7 +215,7 @@ def _whole_maps(file: GgufFile, kernels: Kernels) -> Iterator[FileTensor]:
     for tensor in file.tensors.values():
         name = _LAYER.match(tensor.name)
         is_loaded = name is None or (int(name[1]) < n_layers and name[2] not in others)
-        is_loaded = is_loaded and tensor.name not in unread and not tensor.name.startswith(ENCODERS)
+        is_loaded = is_loaded and tensor.name not in unread and not tensor.name.startswith(ENCODER_TENSORS)
         is_scaled = f"{tensor.name.removesuffix('.weight')}.scale" in file.tensors
         if is_loaded and not is_scaled and len(tensor.shape) == 2 and tensor.kind in forms(kernels):
             yield tensor

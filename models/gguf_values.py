@@ -20,7 +20,7 @@ NEUTRAL: dict[str, tuple[Any, ...] | None] = {
     **dict.fromkeys(("logit_scale", "embedding_scale", "residual_scale"), (0.0, 1.0)),
 }
 NOTHING = (0, False, "", "none")
-ENCODERS = ("vision.", "audio.", "mm.")  # Prefixes of the settings of encoders of images and audio.
+ENCODER_SETTINGS = ("vision.", "audio.", "mm.")  # Name prefixes of settings of image and audio encoders.
 
 
 class OwnSettings:
@@ -111,7 +111,7 @@ class OwnSettings:
     def refuse_left(self, form: GgufForm) -> None:
         """Raises: UnsupportedModel: a setting was not taken, and may change what the model computes."""
         for name in list(self._left):
-            if name.startswith(ENCODERS):
+            if name.startswith(ENCODER_SETTINGS):
                 continue
             value = self.take(name)
             neutral = form.ignored.get(name, NEUTRAL.get(name, NOTHING))

@@ -46,6 +46,8 @@ from .runtime import Runtime
 from .saved import (
     GGUF_WEIGHTS,
     OnStep,
+    ReadShare,
+    WeightStorage,
     check_files,
     files_of,
     no_step,
@@ -114,7 +116,8 @@ def load(
             coded = place == "cpu" and speed in ("auto", "exact")
             if adapter is None:
                 for_device = place.startswith("cuda") and speed == "exact"
-                model, n_parameters = _load_model(folder, dtype, place, doing, step, coded, file, for_device)
+                storage = WeightStorage(coded, for_device, maps_rows=place == "cpu")
+                model, n_parameters = _load_model(folder, dtype, place, storage, ReadShare(step, doing), file)
             else:
                 model, n_parameters = load_merged(adapter, folder, dtype, place, maps_rows=place == "cpu")
         if generation_config is not None:
@@ -229,21 +232,13 @@ def placement(device: str, folder: Path, dtype: str, speed: Speed = "auto", file
 
 
 def _load_model(
-    folder: Path,
-    dtype: str,
-    placement: str,
-    doing: str,
-    step: OnStep,
-    coded: bool = True,
-    file: GgufFile | None = None,
-    for_device: bool = False,
+    folder: Path, dtype: str, placement: str, storage: WeightStorage, share: ReadShare, file: GgufFile | None
 ) -> tuple[Any, int]:
     """Return the model, in evaluation mode, and its number of weights.
 
-    Args: coded: whether quantised weights may stay quantised in memory. file: the GGUF file, if it is open already.
-          for_device: as for `load_packed`.
+    Args: share: reports the share of the weights that was read. file: the GGUF file, if it is open already.
     """
-    scheme, maps_rows = supported_type(folder)[1], placement == "cpu"
+    scheme = supported_type(folder)[1]
     if scheme is not None and scheme.kind is None:
         if placement == "auto-map":
             named = folder if file is None else file.path
@@ -251,13 +246,14 @@ def _load_model(
             raise SettingsError(f"{named} is quantised ({scheme.words}), and {advice}")
         with reading(str(folder), folder, placement):
             if scheme.format == "gguf":
-                model, n_parameters = load_gguf(folder, dtype, doing, step, coded, file, for_device, maps_rows)
+                model, n_parameters = load_gguf(folder, dtype, storage, share, file)
             else:
-                model, n_parameters = load_packed(folder, scheme, dtype, doing, step, coded, for_device, maps_rows)
+                model, n_parameters = load_packed(folder, scheme, dtype, storage, share)
             return model.to(placement), n_parameters
     if scheme is not None:
         check_library(folder, scheme)
-    model = read_model(folder, dtype, placement, by_library=scheme is not None, maps_rows=maps_rows and scheme is None)
+    maps_rows = storage.maps_rows and scheme is None
+    model = read_model(folder, dtype, placement, by_library=scheme is not None, maps_rows=maps_rows)
     if scheme is not None:
         return model, take_maps(model, scheme, dtype, folder)
     return model, count_values(model)

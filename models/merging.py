@@ -197,7 +197,7 @@ def additions_of(adapter: Adapter, stored: Iterable[str], named: Naming = str) -
 
 
 def replacements_of(stored: Iterable[str], named: Naming = str) -> dict[str, str]:
-    """Return the adapter's tensors that replace parameters, by the names of these. Args: named: as `additions_of`."""
+    """Return the stored names of tensors that replace parameters, by parameter. Args: named: as for `additions_of`."""
     names = {_plain(name): name for name in stored if not _FORM.fullmatch(_plain(name))}
     return {parameter: stored_name for name, stored_name in names.items() if (parameter := named(name)) is not None}
 
@@ -227,8 +227,8 @@ def merge(model: Any, adapter: Adapter, is_text_part: bool = False) -> None:
     """
     if any(parameter.is_meta for parameter in model.parameters()):
         raise SettingsError(
-            f"{adapter.base} has more weights than the devices of --device auto-map hold, and into those left on disk"
-            f" the adapter {adapter.folder} cannot be merged: use --device cpu"
+            f"{adapter.base} does not fit the devices of --device auto-map, and the adapter {adapter.folder} cannot be"
+            " merged into weights on disk: use --device cpu"
         )
     with adapter_tensors(adapter) as tensors:
         named: Naming = text_name if is_text_part else str
@@ -245,18 +245,20 @@ def merge(model: Any, adapter: Adapter, is_text_part: bool = False) -> None:
 
 
 def _check_replacements(model: Any, adapter: Adapter, replacements: Mapping[str, str]) -> None:
-    owned = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    """Raises: ModelNotFound: the tensors that replace parameters are not those that the adapter's config names."""
+    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     ends = _ends(model)
     for name, stored in replacements.items():
         module, _, kind = name.rpartition(".")
-        listed = adapter.saves(module) or module in ends or (kind == "bias" and adapter.bias != "none")
-        if name not in owned or not listed:
-            why = "is no part of its base" if name not in owned else f"is not named by its {ADAPTER}"
-            raise _no_place(adapter, stored, why)
+        is_named = adapter.saves(module) or module in ends or (kind == "bias" and adapter.bias != "none")
+        if name not in parameters:
+            raise _no_place(adapter, stored, "is no part of its base")
+        if not is_named:
+            raise _no_place(adapter, stored, f"is not named by its {ADAPTER}")
     replaced_modules = {name.rpartition(".")[0] for name in replacements}
     for name, _ in model.named_modules():
-        last = next((kept for kept in adapter.modules_to_save if name.endswith(kept)), None)
-        if last is not None and not any(f"{module}.".startswith(f"{name}.") for module in replaced_modules):
+        is_saved = name.endswith(adapter.modules_to_save)
+        if is_saved and not any(f"{module}.".startswith(f"{name}.") for module in replaced_modules):
             raise ModelNotFound(
                 f"{adapter.weights} lacks the weights of {name}, which modules_to_save of its {ADAPTER} names: copy the"
                 " adapter again"
@@ -269,15 +271,16 @@ def _check_additions(
     additions: Mapping[str, Addition],
     names_of: Callable[[str], tuple[str, ...]],
 ) -> None:
-    """Args: names_of: returns the names that a module may have in the model that the adapter was trained on."""
+    """Check that the adapter has the additions that its config names, and no others.
+
+    Args:   names_of: returns the names that a module may have in the model that the adapter was trained on.
+    Raises: ModelNotFound: it has not. UnsupportedModel: it adapts an embedding by DoRA.
+    """
     maps = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear | Conv1D | nn.Embedding)}
     head = model.get_output_embeddings()
-    is_all = adapter.target_modules == "all-linear"
-    targets = {
-        name
-        for name, m in maps.items()
-        if any(map(adapter.targets, names_of(name))) and not (is_all and (m is head or isinstance(m, nn.Embedding)))
-    }
+    targets = {name for name in maps if any(map(adapter.targets, names_of(name)))}
+    if adapter.target_modules == "all-linear":  # Neither the head nor an embedding counts as linear.
+        targets = {name for name in targets if maps[name] is not head and not isinstance(maps[name], nn.Embedding)}
     for name, addition in additions.items():
         if name not in maps:
             raise _no_place(adapter, next(iter(addition.stored.values())), "is for no linear map of its base")
@@ -285,18 +288,18 @@ def _check_additions(
             raise _no_place(adapter, next(iter(addition.stored.values())), f"is not named by its {ADAPTER}")
     for name in sorted(targets):
         expected = {"A", "B", *(("magnitude_vector",) if adapter.use_dora else ())}
-        lacking = sorted(expected - set(additions[name].stored if name in additions else ()))
-        if lacking:
+        missing = sorted(expected - set(additions[name].stored if name in additions else ()))
+        if missing:
             raise ModelNotFound(
-                f"{adapter.weights} lacks lora_{lacking[0]} of {name}, which its {ADAPTER} adapts: copy the adapter"
+                f"{adapter.weights} lacks lora_{missing[0]} of {name}, which its {ADAPTER} adapts: copy the adapter"
                 " again"
             )
         if not adapter.use_dora and "magnitude_vector" in additions[name].stored:
             raise _no_place(adapter, additions[name].stored["magnitude_vector"], f"is of DoRA, unlike its {ADAPTER}")
         if adapter.use_dora and isinstance(maps[name], nn.Embedding):
             raise UnsupportedModel(
-                f"{adapter.config} adapts the embedding {name} by DoRA, which is not merged: merge it by peft's"
-                " merge_and_unload and name the folder saved then"
+                f"{adapter.config} adapts the embedding {name} by DoRA, which is not supported: merge the adapter with"
+                " peft's merge_and_unload, save the model and name its folder"
             )
     if not additions:
         raise ModelNotFound(f"{adapter.weights} adapts nothing of its base {adapter.base}: copy the adapter again")
@@ -325,40 +328,39 @@ def _untie(model: Any, changed: set[str]) -> None:
 
 
 def _merged(adapter: Adapter, name: str, module: Any, addition: Addition, parts: Mapping[str, Tensor]) -> Tensor:
-    """Return the module's weight plus the adapter's product, in float32 or wider, in the module's own layout."""
+    """Return a module's weight plus the adapter's product, in the weight's layout, in float32 or wider."""
     n_out, n_in = _shape(module)
     _check_shape(adapter, addition, parts, "A", (addition.rank, n_in))
     _check_shape(adapter, addition, parts, "B", (n_out, addition.rank))
-    held = module.weight.detach().cpu()
-    wide = torch.promote_types(held.dtype, torch.float32)
-    turned = isinstance(module, Conv1D | nn.Embedding)
-    weight = (held.T if turned else held).to(wide)  # (out, in)
+    stored = module.weight.detach().cpu()
+    wide = torch.promote_types(stored.dtype, torch.float32)
+    is_transposed = isinstance(module, Conv1D | nn.Embedding)
+    weight = (stored.T if is_transposed else stored).to(wide)  # (out, in)
     merged = torch.addmm(weight, parts["B"].to(wide), parts["A"].to(wide), alpha=addition.scale)
     if "magnitude_vector" in parts:
         _check_shape(adapter, addition, parts, "magnitude_vector", (n_out,))
         magnitudes = parts["magnitude_vector"].to(wide)
         merged *= (magnitudes / torch.linalg.vector_norm(merged, dim=1))[:, None]
-    return merged.T if turned else merged
+    return merged.T if is_transposed else merged
 
 
 def _shape(module: Any) -> tuple[int, int]:
     """Return the numbers of outputs and inputs of a map; an embedding's inputs are tokens."""
-    turned = isinstance(module, Conv1D | nn.Embedding)
     rows, columns = module.weight.shape
-    return (columns, rows) if turned else (rows, columns)
+    return (columns, rows) if isinstance(module, Conv1D | nn.Embedding) else (rows, columns)
 
 
 def _check_shape(
-    adapter: Adapter, addition: Addition, parts: Mapping[str, Tensor], part: str, wanted: tuple[int, ...]
+    adapter: Adapter, addition: Addition, parts: Mapping[str, Tensor], part: str, expected: tuple[int, ...]
 ) -> None:
-    if tuple(parts[part].shape) != wanted:
-        raise _wrong_shape(adapter, addition.stored[part], parts[part], wanted)
+    if tuple(parts[part].shape) != expected:
+        raise _wrong_shape(adapter, addition.stored[part], parts[part], expected)
 
 
-def _wrong_shape(adapter: Adapter, stored: str, tensor: Tensor, wanted: tuple[int, ...]) -> ModelNotFound:
+def _wrong_shape(adapter: Adapter, stored: str, tensor: Tensor, expected: tuple[int, ...]) -> ModelNotFound:
     return ModelNotFound(
-        f"{stored} in {adapter.weights} has the shape {list(tensor.shape)}, and with its {ADAPTER} the base"
-        f" {adapter.base} takes {list(wanted)} there: name the base that it was trained on, with its vocabulary"
+        f"{stored} in {adapter.weights} has the shape {list(tensor.shape)}, but by its {ADAPTER} the base"
+        f" {adapter.base} needs {list(expected)} there: name the base that it was trained on, with its vocabulary"
     )
 
 
@@ -369,7 +371,7 @@ def _put(adapter: Adapter, name: str, parameter: nn.Parameter, value: Tensor) ->
     rounded = value.to(parameter.dtype)
     if not bool(rounded.isfinite().all()):
         raise ModelNotFound(
-            f"{name} of {adapter.base} with {adapter.weights} has numbers that {parameter.dtype} does not hold: use a"
-            " base in bfloat16 or float32"
+            f"{name} of {adapter.base} merged with {adapter.weights} has numbers too large for {parameter.dtype}: use"
+            " a base in bfloat16 or float32"
         )
     parameter.data = rounded.contiguous().to(parameter.device)

@@ -17,7 +17,7 @@ from ..core.types import Prompt
 from .config_layout import context_limit
 from .saved import model_values
 
-MOST_BYTES = 4 << 20  # Most bytes of prompts that are tokenised to count their tokens: that takes about 1 s per MB.
+MAX_COUNTED_BYTES = 4 << 20  # Limit on the bytes that are tokenised to count tokens, which takes about 1 s per MB.
 
 
 def refuse_overflow(n_prompt: int, max_new_tokens: int, limit: int, whose: str = "") -> None:
@@ -25,19 +25,20 @@ def refuse_overflow(n_prompt: int, max_new_tokens: int, limit: int, whose: str =
     if n_prompt + max_new_tokens > limit:
         raise ContextOverflow(
             f"{whose}this model's maximum context length is {limit} tokens, but the prompt has {n_prompt} and"
-            f" {max_new_tokens} new ones are to follow: shorten the prompt or ask for fewer new tokens"
+            f" {max_new_tokens} new tokens are requested: shorten the prompt or ask for fewer new tokens"
         )
 
 
 def refuse_tokens(what: str, token_ids: Iterable[int], vocab_size: int) -> None:
-    """Raises: SettingsError: a token is not one of the model's; `what` is the field that names it."""
+    """Raises: SettingsError: a token is not in the model's vocabulary; `what` is the field that names it."""
     for token_id in token_ids:
         if not 0 <= token_id < vocab_size:
-            words = f"{what} names token {token_id}, but this model has tokens 0 to {vocab_size - 1}"
-            raise SettingsError(f"{words}: use ids of this model's tokenizer", what)
+            problem = f"{what} names token {token_id}, but this model has tokens 0 to {vocab_size - 1}"
+            raise SettingsError(f"{problem}: use ids of this model's tokenizer", what)
 
 
 def no_template(whose: str) -> InvalidInput:
+    """Return the error for a chat without a template. Args: whose: words for the chat."""
     return InvalidInput(
         f"{whose} is a chat, but this model's tokenizer has no chat template: give plain text, or use an instruct model"
     )
@@ -66,19 +67,20 @@ def check_prompts(
         _check_lengths(tokenizer / "tokenizer.json", prompts, max_new_tokens, limit)
 
 
-def _check_lengths(tokenizer: Path, prompts: Sequence[Prompt], max_new_tokens: int, limit: int) -> None:
-    splitter: Any = None
-    left = MOST_BYTES
+def _check_lengths(path: Path, prompts: Sequence[Prompt], max_new_tokens: int, limit: int) -> None:
+    """Raises: ContextOverflow: a prompt does not fit `limit` positions. Args: path: of a tokenizer.json."""
+    tokenizer: Any = None
+    n_bytes_counted = 0
     for prompt in prompts:
-        room, texts = prompt.max_new_tokens or max_new_tokens, _first_texts(prompt)
+        n_new, texts = prompt.max_new_tokens or max_new_tokens, _first_texts(prompt)
         n_bytes = sum(len(text.encode()) for text in texts)
         n_tokens = 1
         # A token has at least one byte, so prompts with fewer bytes than the limit need no count.
-        if n_bytes + room > limit and n_bytes <= left and tokenizer.is_file():
-            left -= n_bytes
-            splitter = splitter or _splitter(tokenizer)
-            n_tokens = sum(len(encoding.ids) for encoding in splitter.encode_batch(texts, add_special_tokens=False))
-        refuse_overflow(n_tokens, room, limit, f"prompt {prompt.id!r}: ")
+        if n_bytes + n_new > limit and n_bytes_counted + n_bytes <= MAX_COUNTED_BYTES and path.is_file():
+            n_bytes_counted += n_bytes
+            tokenizer = tokenizer or _tokenizer(path)
+            n_tokens = sum(len(encoding.ids) for encoding in tokenizer.encode_batch(texts, add_special_tokens=False))
+        refuse_overflow(n_tokens, n_new, limit, f"prompt {prompt.id!r}: ")
 
 
 def _first_texts(prompt: Prompt) -> list[str]:
@@ -88,7 +90,7 @@ def _first_texts(prompt: Prompt) -> list[str]:
     return [prompt.turns[0] if prompt.turns else prompt.text or ""]
 
 
-def _splitter(path: Path) -> Any:
+def _tokenizer(path: Path) -> Any:
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(str(path))
@@ -107,14 +109,14 @@ def _has_template(folder: Path) -> bool:
 
 
 def _stated_context(config: Mapping[str, Any]) -> int | None:
-    """Return the number of positions in the config; None: it leaves that to transformers' defaults."""
+    """Return the context length that a config states; None: it leaves that to transformers' defaults."""
     limit = config.get("max_position_embeddings", config.get("n_positions"))
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if type(limit) is not int or not isinstance(rope, Mapping):
         return None
     parts = [part for part in rope.values() if isinstance(part, Mapping)] or [rope]
-    more = {"original_max_position_embeddings": config.get("original_max_position_embeddings") or limit}
-    rope_parameters = {i: {"rope_type": part.get("type"), **more, **part} for i, part in enumerate(parts)}
+    defaults = {"original_max_position_embeddings": config.get("original_max_position_embeddings") or limit}
+    rope_parameters = {i: {"rope_type": part.get("type"), **defaults, **part} for i, part in enumerate(parts)}
     try:
         return context_limit(SimpleNamespace(max_position_embeddings=limit, rope_parameters=rope_parameters))
     except (TypeError, ValueError):

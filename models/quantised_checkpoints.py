@@ -27,7 +27,7 @@ from .families import family_of
 from .fingerprint import plain_name
 from .kernels.build import kernels
 from .mapped_rows import mapped_table, put_mapped
-from .saved import OnStep, ReadShare, refuse_missing, refuse_unread, supported_config, weight_files
+from .saved import ReadShare, WeightStorage, refuse_missing, refuse_unread, supported_config, weight_files
 from .schemes import CONFIG_KEYS, CheckpointFormat, Scheme
 from .stored_tensors import stored_tensors
 
@@ -53,27 +53,17 @@ MARKS = {"int8": ".SCB", "nf4": ".quant_state.bitsandbytes__nf4", "fp4": ".quant
 PACKED_ROWS = 32  # Outputs per block of bitsandbytes' own weight layout for CPUs.
 
 
-def load_packed(
-    folder: Path,
-    scheme: Scheme,
-    dtype: str,
-    doing: str,
-    on_step: OnStep,
-    coded: bool = True,
-    for_device: bool = False,
-    maps_rows: bool = False,
-) -> tuple[Any, int]:
+def load_packed(folder: Path, scheme: Scheme, dtype: str, storage: WeightStorage, share: ReadShare) -> tuple[Any, int]:
     """Load a quantised checkpoint on the CPU; its maps become `CodedLinear`, or plain maps if codes are 8-bit floats.
 
-    Args:    dtype: as for `models.loading.load`. doing: words for `on_step`, which adds the share of the weights read.
-             coded: our kernels compute experts on this CPU. for_device: our kernels compute experts on a CUDA device.
-             Without either, experts are de-quantised. maps_rows: an embedding by layer stays in its file.
+    Args:    dtype: as for `models.loading.load`. storage: says whether our kernels compute experts on this CPU or on a
+             CUDA device; if neither, experts are de-quantised. share: reports the share of the weights that was read.
     Returns: the model, in evaluation mode, and its number of weights.
     Raises:  ModelNotFound: tensors are missing, or are not what the config says.
     """
     model, dtype_asked = empty_model(folder, dtype)
     named = family_of(model.config).experts
-    keeps = for_device or (coded and dtype_asked in (torch.bfloat16, torch.float32))
+    keeps = storage.for_device or (storage.coded and dtype_asked in (torch.bfloat16, torch.float32))
     chosen = kernels() if keeps else "experts are computed by torch"
     n_parameters = sum(parameter.numel() for parameter in model.parameters())
     places = {plain_name(name): name for name in model.state_dict()}
@@ -90,7 +80,7 @@ def load_packed(
         read_here = {*rest.values(), *(stored for parts in maps.values() for stored in parts.values())}
         read_here |= {stored for mixture in experts for stored in mixture.names()}
         n_bytes = {name: shape.n_bytes for name, shape in tensors.stored_shapes().items()}
-        share = ReadShare(on_step, doing, sum(n_bytes.values()))
+        share.begin(sum(n_bytes.values()))
 
         def done(names: Iterable[str]) -> None:
             share.add(sum(n_bytes[name] for name in names))
@@ -118,7 +108,7 @@ def load_packed(
 
         # Read the biases of experts before their maps, whose modules take them over.
         within = [f"{name}." for name in (*blocks, *(mixture.module for mixture in experts))]
-        table = mapped_table(model.config, weight_files(folder)) if maps_rows else None
+        table = mapped_table(model.config, weight_files(folder)) if storage.maps_rows else None
         if table is not None and (stored_table := rest.pop(f"{table}.weight", None)) is not None:
             value = tensors.read(stored_table)
             _refuse_other(f"{table}.weight", value, model.get_submodule(table).weight.shape, folder)
@@ -129,7 +119,7 @@ def load_packed(
         for stored in experts:
             assert named is not None
             with _fitting(stored.module, folder, scheme):
-                kept = not isinstance(chosen, str) or for_device
+                kept = not isinstance(chosen, str) or storage.for_device
                 read_experts(
                     model, stored, named, dtype_asked, kept, lambda name: tensors.read(name).contiguous(), make
                 )

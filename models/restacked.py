@@ -31,11 +31,8 @@ from .stored_tensors import StoredTensors, stored_tensors
 Pair = tuple[int | None, int | None]
 MOST_NEAREST = 16  # Maximum number of equally near layer sets returned.
 SHARD_BYTES = 4 << 30  # Maximum size of a weight file, and so of the tensors held in memory at once.
-STATES = (
-    "nothing",
-    "mlp next",
-    "attn next",
-)  # States while walking through the sub-layers: no layer begun, inside a new layer, after a complete layer.
+# States of the search for alternating sets: no new layer begun, inside a new layer, after a complete layer.
+STATES = ("nothing", "mlp next", "attn next")
 SMALL_FILES = (".json", ".jinja", ".txt", ".model")  # Suffixes of settings and tokenizer files, copied unchanged.
 # Config class copied into checkpoints whose layers may lack attention or MLP.
 NO_OPS_CODE = Path(__file__).with_name("configuration_no_ops.py")
@@ -60,25 +57,26 @@ def pairs_of(layer_set: LayerSet, parallel: bool = False, no_ops: bool = False) 
         if split:
             raise LayerSetError(
                 f"the layer set leaves out one half of layers {split}, but in this model attention and MLP read the"
-                " same values: only sets of whole layers are a checkpoint of their own"
+                " same values: only sets of whole layers can be written as a checkpoint"
             )
-    left = [sub for sub in _sub_layers(layer_set.n_layers) if not layer_set.skips(*sub)]
-    for place, (kind, layer) in enumerate(left[:1] if no_ops else left):
+    subs = [sub for sub in _sub_layers(layer_set.n_layers) if not layer_set.skips(*sub)]
+    for place, (kind, layer) in enumerate(subs[:1] if no_ops else subs):
         if kind != tuple(KINDS)[place % 2]:
-            behind = f"follows the {KINDS[left[place - 1][0]]} of layer {left[place - 1][1]}" if place else "begins"
+            last_kind, last_layer = subs[place - 1]
+            before = f"follows the {KINDS[last_kind]} of layer {last_layer}" if place else "comes first"
             raise LayerSetError(
-                f"what the layer set leaves does not alternate attention and MLP: the {KINDS[kind]} of layer {layer}"
-                f" {behind}; take the nearest set that does"
+                "the sub-layers that the layer set keeps do not alternate attention and MLP: the"
+                f" {KINDS[kind]} of layer {layer} {before}; use the nearest set that alternates"
             )
-    if len(left) % 2 and not no_ops:
+    if len(subs) % 2 and not no_ops:
         raise LayerSetError(
-            f"the layer set ends with the attention of layer {left[-1][1]}, and a decoder layer ends with an MLP: take"
+            f"the layer set ends with the attention of layer {subs[-1][1]}, and a decoder layer ends with an MLP: use"
             " the nearest set that alternates"
         )
-    if not left:
-        raise LayerSetError("the layer set leaves nothing of the model: take one that keeps at least one layer")
+    if not subs:
+        raise LayerSetError("the layer set skips the whole model: use one that keeps at least one layer")
     pairs: list[Pair] = []
-    for kind, layer in left:
+    for kind, layer in subs:
         if kind == "attn":
             pairs.append((layer, None))
         elif pairs[-1][1] is None:
@@ -99,29 +97,30 @@ def nearest(layer_set: LayerSet, parallel: bool = False, most: int = MOST_NEARES
         steps = [(("attn", layer), ("mlp", layer)) for layer in range(layer_set.n_layers)]
 
     def choices(step: int, state: str) -> Iterator[tuple[bool, str, int]]:
-        """Yield for each choice whether the step's sub-layers are kept, the state after it, and its changes."""
-        here = steps[step]
-        n_kept = sum(not layer_set.skips(*sub) for sub in here)
+        """Yield for each choice whether it keeps the step's sub-layers, the next state, and the number of changes."""
+        subs = steps[step]
+        kind, n_kept = subs[0][0], sum(not layer_set.skips(*sub) for sub in subs)
         if parallel:
-            yield True, "attn next", len(here) - n_kept
-        elif here[0][0] == ("mlp" if state == "mlp next" else "attn"):
-            yield True, "mlp next" if here[0][0] == "attn" else "attn next", 1 - n_kept
+            yield True, "attn next", len(subs) - n_kept
+        elif kind == ("mlp" if state == "mlp next" else "attn"):
+            yield True, "mlp next" if kind == "attn" else "attn next", 1 - n_kept
         yield False, state, n_kept
 
-    # For each step, by state: the fewest changes from there to the end.
-    least: list[dict[str, float]] = [{"attn next": 0.0}]
+    # By step and state: the fewest changes from that step to the end.
+    fewest: list[dict[str, float]] = [{"attn next": 0.0}]
     for step in reversed(range(len(steps))):
-        behind = least[0]
-        costs = {s: min(n + behind.get(after, inf) for _, after, n in choices(step, s)) for s in STATES}
-        least.insert(0, costs)
+        later = fewest[0]
+        costs = {state: min(n + later.get(after, inf) for _, after, n in choices(step, state)) for state in STATES}
+        fewest.insert(0, costs)
 
     def walk(step: int, state: str, skipped: tuple[SubLayer, ...]) -> Iterator[LayerSet]:
+        """Yield the sets that reach the end from a state with the fewest changes. Args: skipped: in earlier steps."""
         if step == len(steps):
             yield layer_set.skipping(skipped)
             return
-        for kept, after, cost in choices(step, state):
-            if cost + least[step + 1].get(after, inf) == least[step][state]:
-                yield from walk(step + 1, after, skipped if kept else skipped + steps[step])
+        for keeps, after, n_changes in choices(step, state):
+            if n_changes + fewest[step + 1].get(after, inf) == fewest[step][state]:
+                yield from walk(step + 1, after, skipped if keeps else skipped + steps[step])
 
     return tuple(islice(walk(0, "nothing", ()), most))
 
@@ -137,13 +136,13 @@ def check_restackable(config: Any) -> None:
     family = FAMILIES[config.model_type]
     if len(kinds) > 1 or family.rotary_by_type or family.unrotated == "listed":
         raise UnsupportedModel(
-            f"this {config.model_type} model has attention types by layer, so its sub-layers cannot be put together"
-            " again: only models whose layers are all of one kind can be exported as a draft"
+            f"the layers of this {config.model_type} model differ in their attention, so its sub-layers cannot be"
+            " combined into new layers: only models whose layers are all of one kind can be exported as a draft"
         )
     if getattr(config, "scale_attn_by_inverse_layer_idx", False):
         raise UnsupportedModel(
-            "this model scales attention by the layer's index, so its sub-layers cannot be put together again: only"
-            " models whose layers are all of one kind can be exported as a draft"
+            "this model scales attention by the layer's index, so its sub-layers cannot be combined into new layers:"
+            " only models whose layers are all of one kind can be exported as a draft"
         )
 
 
@@ -190,12 +189,12 @@ def write_restacked(folder: Path, pairs: Sequence[Pair], out: Path, formats: Lay
     for path in sorted(folder.iterdir()):
         if path.suffix in SMALL_FILES and path.name != "config.json" and not path.name.endswith(".index.json"):
             shutil.copyfile(path, out / path.name)
-    stored = _text_settings(config) if is_multimodal(folder) else config_values(folder)
     if any(None in pair for pair in pairs):
         shutil.copyfile(NO_OPS_CODE, out / NO_OPS_CODE.name)
-        changed = _with_no_ops(config, pairs)
+        settings = _with_no_ops(config, pairs)
     else:
-        changed = _shortened(stored, len(pairs))
+        stored = _text_settings(config) if is_multimodal(folder) else config_values(folder)
+        settings = _shortened(stored, len(pairs))
     with stored_tensors(folder) as tensors:
         shapes = tensors.shapes()
         placed = _placed(shapes, FAMILIES[config.model_type], pairs, folder)
@@ -208,15 +207,13 @@ def write_restacked(folder: Path, pairs: Sequence[Pair], out: Path, formats: Lay
         if formats is not None and takes_fewer_bits(folder):
             subs = [sub for pair in pairs for sub in zip(KINDS, pair, strict=True) if sub[1] is not None]
             form = packed_form(formats, cast("list[SubLayer]", subs), {shapes[tensor.stored][1] for tensor in maps})
-        few = set[str]()
+        quantised = set[str]()
         if form is not None and formats is not None:
-            few = {tensor.new for tensor in maps if tensor.sub and formats.format_of(*tensor.sub)}
-            whole = {tensor.new.removesuffix(".weight") for tensor in maps} - {
-                name.removesuffix(".weight") for name in few
-            }
-            changed["quantization_config"] = form.config(whole)
-        (out / "config.json").write_text(json.dumps(changed, indent=2) + "\n", encoding="utf-8")
-        _write_tensors(_values(tensors, placed, few, form), out)
+            quantised = {tensor.new for tensor in maps if tensor.sub and formats.format_of(*tensor.sub)}
+            others = {tensor.new for tensor in maps} - quantised
+            settings["quantization_config"] = form.config({name.removesuffix(".weight") for name in others})
+        (out / "config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+        _write_tensors(_values(tensors, placed, quantised, form), out)
     return None if form is None else form.words
 
 
@@ -239,6 +236,7 @@ def _sub_layers(n_layers: int) -> list[SubLayer]:
 
 
 def _shortened(config: Mapping[str, Any], n_layers: int) -> dict[str, Any]:
+    """Return a config with fewer layers."""
     changed: dict[str, Any] = {key: n_layers for key in ("num_hidden_layers", "n_layer") if key in config}
     if isinstance(config.get("layer_types"), list):
         changed["layer_types"] = config["layer_types"][:n_layers]
@@ -281,35 +279,35 @@ class _Placed(NamedTuple):
 
 
 def _placed(names: Mapping[str, object], family: Family, pairs: Sequence[Pair], folder: Path) -> list[_Placed]:
+    """Return the tensors of the new checkpoint, in the order of their names. Args: names: those of stored tensors."""
     inner = family.layers.partition(".")[2]  # Checkpoints of a base model lack the first name component.
     layered = re.compile(rf"((?:{re.escape(family.layers)}|{re.escape(inner)})\.)(\d+)\.(.+)")
     sources = {"attn": [pair[0] for pair in pairs], "mlp": [pair[1] for pair in pairs]}
-    placed_tensors = []
+    placed = []
     for name in names:
         match = layered.fullmatch(name)
         if match is None:
-            placed_tensors.append(_Placed(name, name, None))
+            placed.append(_Placed(name, name, None))
             continue
         stem, layer, rest = match[1], int(match[2]), match[3]
         kind = next((k for k in KINDS if any(rest.startswith(f"{name}.") for name in family.modules_of(k))), None)
         if kind is None:
             raise UnsupportedModel(
                 f"{folder} has a tensor {name!r} that belongs neither to attention nor to the MLP of its layer: its"
-                " layers cannot be put together again"
+                " sub-layers cannot be combined into new layers"
             )
         new = (f"{stem}{at}.{rest}" for at, source in enumerate(sources[kind]) if source == layer)
-        placed_tensors += [_Placed(new_name, name, (kind, layer)) for new_name in new]
-    return sorted(
-        placed_tensors, key=lambda tensor: [int(x) if x.isdigit() else x for x in re.split(r"(\d+)", tensor.new)]
-    )
+        placed += [_Placed(new_name, name, (kind, layer)) for new_name in new]
+    return sorted(placed, key=lambda tensor: [int(x) if x.isdigit() else x for x in re.split(r"(\d+)", tensor.new)])
 
 
 def _values(
-    tensors: StoredTensors, placed: Sequence[_Placed], few: Collection[str], form: PackedForm | None
+    tensors: StoredTensors, placed: Sequence[_Placed], quantised: Collection[str], form: PackedForm | None
 ) -> Iterator[tuple[str, Tensor]]:
+    """Yield the new checkpoint's tensors by name; maps in `quantised` are written in `form`."""
     for tensor in placed:
         value = tensors.read(tensor.stored)
-        if form is not None and tensor.new in few:
+        if form is not None and tensor.new in quantised:
             yield from form.tensors(tensor.new.removesuffix(".weight"), value).items()
         else:
             yield tensor.new, value
@@ -319,28 +317,28 @@ def _write_tensors(values: Iterator[tuple[str, Tensor]], out: Path) -> None:
     """Write tensors to one file, or, if they exceed SHARD_BYTES, to several files with an index."""
     from safetensors.torch import save_file
 
-    files: list[list[str]] = []
-    held: dict[str, Tensor] = {}
-    total = n_held = 0
+    shards: list[list[str]] = []  # Names of the tensors in each file.
+    pending: dict[str, Tensor] = {}
+    n_bytes = n_pending = 0
 
     def flush() -> None:
-        save_file(held, out / f"model-{len(files)}.safetensors", metadata={"format": "pt"})
-        files.append(list(held))
-        held.clear()
+        save_file(pending, out / f"model-{len(shards)}.safetensors", metadata={"format": "pt"})
+        shards.append(list(pending))
+        pending.clear()
 
     for name, value in values:
-        if held and n_held + value.nbytes > SHARD_BYTES:
+        if pending and n_pending + value.nbytes > SHARD_BYTES:
             flush()
-            n_held = 0
-        held[name] = value.contiguous()
-        n_held, total = n_held + value.nbytes, total + value.nbytes
+            n_pending = 0
+        pending[name] = value.contiguous()
+        n_pending, n_bytes = n_pending + value.nbytes, n_bytes + value.nbytes
     flush()
-    index = {}
-    for number, names in enumerate(files):
-        whole = f"model-{number + 1:05d}-of-{len(files):05d}.safetensors"
-        file = whole if len(files) > 1 else "model.safetensors"
+    weight_map = {}
+    for number, names in enumerate(shards):
+        shard = f"model-{number + 1:05d}-of-{len(shards):05d}.safetensors"
+        file = shard if len(shards) > 1 else "model.safetensors"
         (out / f"model-{number}.safetensors").rename(out / file)
-        index.update(dict.fromkeys(names, file))
-    if len(files) > 1:
-        described = {"metadata": {"total_size": total}, "weight_map": index}
-        (out / "model.safetensors.index.json").write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")
+        weight_map.update(dict.fromkeys(names, file))
+    if len(shards) > 1:
+        index = {"metadata": {"total_size": n_bytes}, "weight_map": weight_map}
+        (out / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")

@@ -14,6 +14,7 @@ import time
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -102,20 +103,35 @@ def reporting_progress(step: OnStep, doing: str) -> Iterator[None]:
 
 
 class ReadShare:
-    """Calls `step` with "`doing`, 40 % of the weights" about every second; the share is that of bytes read.
+    """Calls `step` with "`doing`, 40 % of the weights" about every second; the share is that of bytes read."""
 
-    Args: n_bytes: number of all bytes to read.
-    """
+    def __init__(self, step: OnStep, doing: str) -> None:
+        self._step, self._doing = step, doing
+        self._n_all, self._n_read, self._reported = 1, 0, 0.0
 
-    def __init__(self, step: OnStep, doing: str, n_bytes: int) -> None:
-        self._step, self._doing, self._n_all = step, doing, max(1, n_bytes)
-        self._n_read, self._reported = 0, time.monotonic()
+    def begin(self, n_bytes: int) -> None:
+        """Begin to read; `n_bytes` are all bytes to read."""
+        self._n_all, self._reported = max(1, n_bytes), time.monotonic()
 
     def add(self, n_bytes: int) -> None:
+        """Count bytes that were read."""
         self._n_read = min(self._n_all, self._n_read + n_bytes)
         if time.monotonic() - self._reported > REPORT_S:
             self._reported = time.monotonic()
             self._step(f"{self._doing}, {100 * self._n_read // self._n_all} % of the weights")
+
+
+@dataclass(frozen=True, slots=True)
+class WeightStorage:
+    """How a model's weights are held in memory.
+
+    coded: weights that are stored as codes may stay codes for our kernels on a CPU. for_device: they may stay codes for
+    our kernels on a CUDA device. maps_rows: an embedding by layer stays in its file (`mapped_rows`).
+    """
+
+    coded: bool = True
+    for_device: bool = False
+    maps_rows: bool = False
 
 
 def linked_gguf(folder: Path) -> Path:
@@ -303,7 +319,11 @@ def model_values(folder: Path) -> tuple[str, dict[str, Any]]:
     Raises: ModelNotFound: the config cannot be read, or has an invalid value. UnsupportedModel: the type is not
         supported.
     """
-    path, values = folder / "config.json", config_values(folder)
+    return _part_values(config_values(folder), folder / "config.json")
+
+
+def _part_values(values: dict[str, Any], path: Path) -> tuple[str, dict[str, Any]]:
+    """Return `model_values` of a config's values. Args: path: the config's, for messages."""
     outer = values.get("model_type")
     if isinstance(outer, str) and outer in MULTIMODAL:
         values = text_values(values, path)
@@ -325,8 +345,15 @@ def supported_type(folder: Path) -> tuple[str, Scheme | None]:
     Raises: as `model_values`. UnsupportedModel: the quantisation is not supported, or the folder has more than a causal
         language model.
     """
-    path, (outer, values) = folder / "config.json", model_values(folder)
-    refuse_architectures(config_values(folder).get("architectures"), outer, path)
+    outer, values, scheme = _supported_values(folder)
+    return MULTIMODAL[outer][values["model_type"]] if outer in MULTIMODAL else outer, scheme
+
+
+def _supported_values(folder: Path) -> tuple[str, dict[str, Any], Scheme | None]:
+    """Return `model_values` of a folder, and its quantisation. Raises: as `supported_type`."""
+    path, whole = folder / "config.json", config_values(folder)
+    outer, values = _part_values(whole, path)
+    refuse_architectures(whole.get("architectures"), outer, path)
     refuse_unread_files(files_of(folder), folder)
     scheme = scheme_in(values, path)
     for name in QUANTISED_BY if scheme is None else ():
@@ -340,7 +367,7 @@ def supported_type(folder: Path) -> tuple[str, Scheme | None]:
             f"{folder} is a multimodal checkpoint that is quantised ({scheme.words}), and its library reads no text"
             " part alone: use the model as it was before"
         )
-    return MULTIMODAL[outer][values["model_type"]] if outer in MULTIMODAL else outer, scheme
+    return outer, values, scheme
 
 
 def refuse_architectures(named: Any, model_type: str, path: Path) -> None:
@@ -368,8 +395,7 @@ def supported_config(folder: Path) -> Any:
     import_models()
     from transformers import CONFIG_MAPPING, AutoConfig, __version__
 
-    supported_type(folder)
-    path, (outer, values) = folder / "config.json", model_values(folder)
+    path, (outer, values, _) = folder / "config.json", _supported_values(folder)
     if outer not in CONFIG_MAPPING:
         raise UnsupportedModel(
             f"{path} has the model type {outer!r}, which transformers {__version__} does not have: pip install"

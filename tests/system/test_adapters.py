@@ -368,7 +368,7 @@ REFUSED: dict[str, tuple[Callable[[Path], object], type[SwiftoptError], str]] = 
     "a changed base": (_edited(init_lora_weights="pissa"), UnsupportedModel, "init_lora_weights 'pissa'.*save the"),
     "a revision": (_edited(revision="v2"), UnsupportedModel, "the revision 'v2' of its base"),
     "an unknown field": (_edited(use_magic=True), UnsupportedModel, "the field use_magic, which is not known here"),
-    "no rank": (_edited(r="4"), ModelNotFound, "has r '4' .*a number from 1 up is wanted"),
+    "no rank": (_edited(r="4"), ModelNotFound, "has r '4' .*it must be a whole number from 1 up"),
     "no expression": (_edited(target_modules="("), ModelNotFound, r"has target_modules '\('"),
     "no base": (_edited(base_model_name_or_path=None), ModelNotFound, "has the base_model_name_or_path None: write"),
     "a missing base": (
@@ -384,9 +384,9 @@ REFUSED: dict[str, tuple[Callable[[Path], object], type[SwiftoptError], str]] = 
     "another shape": (
         lambda folder: edit_config(folder.parent / "base", intermediate_size=40) and _resave(folder.parent / "base"),
         ModelNotFound,
-        r"down_proj\.lora_A\.weight in .* has the shape \[4, 48\], and .* takes \[4, 40\]",
+        r"down_proj\.lora_A\.weight in .* has the shape \[4, 48\], but .* needs \[4, 40\]",
     ),
-    "another rank": (_edited(r=5), ModelNotFound, r"has the shape \[4, 48\], and .* takes \[5, 48\]"),
+    "another rank": (_edited(r=5), ModelNotFound, r"has the shape \[4, 48\], but .* needs \[5, 48\]"),
     "no A": (_without("layers.2.mlp.down_proj.lora_A.weight"), ModelNotFound, r"lacks lora_A of model\.layers\.2\.mlp"),
     "no B": (_without("layers.2.mlp.down_proj.lora_B.weight"), ModelNotFound, r"lacks lora_B of model\.layers\.2\.mlp"),
     "a missing module": (
@@ -429,7 +429,7 @@ REFUSED: dict[str, tuple[Callable[[Path], object], type[SwiftoptError], str]] = 
     "a head of more words": (
         _with(lm_head__weight=torch.ones(99, 32)),
         ModelNotFound,
-        r"lm_head\.weight in .* has the shape \[99, 32\], and .* takes \[97, 32\]",
+        r"lm_head\.weight in .* has the shape \[99, 32\], but .* needs \[97, 32\]",
     ),
     "no numbers": (_nan, ModelNotFound, "holds numbers that are not finite"),
     "whole numbers": (_with(lm_head__weight=torch.ones(97, 32).int()), ModelNotFound, "holds torch.int32"),
@@ -473,7 +473,7 @@ def test_adapter_that_cannot_be_merged_exactly_is_refused_in_one_sentence(kind: 
 def test_half_precision_that_overflows_is_refused(tmp_path: Path) -> None:
     save(tmp_path / "base", dtype=torch.float16)
     folder = save_adapter(tmp_path / "adapter", "../base", tiny_model("llama"), *LLAMA, lora_alpha=1e6)
-    with pytest.raises(ModelNotFound, match=r"has numbers that torch\.float16 does not hold: use a base in bfloat16"):
+    with pytest.raises(ModelNotFound, match=r"has numbers too large for torch\.float16: use a base in bfloat16"):
         load(folder)
 
 

@@ -260,7 +260,7 @@ def test_parallel_models_are_split_only_at_whole_layers(kept: tuple[bool, ...]) 
 @pytest.mark.parametrize("family", BY_LAYER)
 def test_models_with_several_attention_types_are_refused(family: str, tmp_path: Path) -> None:
     folder = save(tmp_path / "model", family)
-    with pytest.raises(UnsupportedModel, match="attention types by layer"):
+    with pytest.raises(UnsupportedModel, match="differ in their attention"):
         write_restacked(folder, [(0, 0)], tmp_path)
 
 
@@ -566,7 +566,7 @@ def test_failed_export_of_a_plan_leaves_no_files(tiny: Path, tmp_path: Path) -> 
         (plan_of(None, "plain"), tiny, "decodes with plain"),
         (plan_of(SKIPPING, fingerprint="v1:0"), tiny, "tuned on another model"),
         (plan_of(LayerSet(6, frozenset({1}))), tiny, "tuned on another model"),
-        (draft, gemma, "attention types by layer"),
+        (draft, gemma, "differ in their attention"),
         (draft, tmp_path / "absent", "there is no folder"),
     ]:
         with pytest.raises(SwiftoptError, match=words):

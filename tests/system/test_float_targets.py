@@ -22,7 +22,7 @@ from swiftopt.models.fingerprint import fingerprint
 from swiftopt.models.loading import load
 from swiftopt.models.quantised import QuantisedLinear
 from swiftopt.models.quantised_checkpoints import load_packed
-from swiftopt.models.saved import no_step, quiet, supported_type
+from swiftopt.models.saved import ReadShare, WeightStorage, no_step, quiet, supported_type
 
 BLOCKS = Packing("fp8", 8, 64, rows=32, scale_dtype=torch.float32)
 UP = "model.layers.1.mlp.up_proj."
@@ -35,7 +35,7 @@ def test_weights_are_codes_times_scales(packing: Packing, dtype: str, tmp_path: 
     meant = packed_folder(tmp_path, "qwen2", packing)
     scheme = supported_type(tmp_path)[1]
     assert scheme is not None
-    model, n_parameters = load_packed(tmp_path, scheme, dtype, "", no_step)
+    model, n_parameters = load_packed(tmp_path, scheme, dtype, WeightStorage(), ReadShare(no_step, ""))
     assert n_parameters == sum(parameter.numel() for parameter in model.parameters())
     own = model.state_dict()
     assert all(torch.equal(own[name], value.to(getattr(torch, dtype))) for name, value in meant.items())

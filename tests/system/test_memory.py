@@ -35,7 +35,7 @@ from swiftopt.models.memory import COPY_BYTES, PLANNED_TOKENS, memory_plan
 from swiftopt.models.row_invariant import make_row_invariant
 from swiftopt.models.rows import Rows
 from swiftopt.models.runtime import Runtime
-from swiftopt.models.saved import no_step
+from swiftopt.models.saved import ReadShare, WeightStorage, no_step
 
 N = 4  # layers
 
@@ -85,7 +85,8 @@ def test_a_gguf_file_keeps_its_codes_for_the_kernels_of_a_gpu_but_those_of_the_e
     shape = {"num_hidden_layers": 1, "intermediate_size": 64, "moe_intermediate_size": 32, "mlp_only_layers": []}
     path = write_gguf(tmp_path / "tiny.gguf", tiny_model("qwen3_moe", torch.float32, **shape), "Q8_0")
     folder = settings_folder(path, no_step)
-    model, n_parameters = gguf_model.load_gguf(folder, "float32", "reading", no_step, coded=False, for_device=True)
+    storage = WeightStorage(coded=False, for_device=True)
+    model, n_parameters = gguf_model.load_gguf(folder, "float32", storage, ReadShare(no_step, "reading"))
     experts = [one for one in model.modules() if isinstance(one, BlockExperts)]
     packed = [one for own in experts for maps in own.maps.values() for one in maps]
     in_experts = sum(one.codes.nbytes + one.scales.nbytes for one in packed)

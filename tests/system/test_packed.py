@@ -33,7 +33,7 @@ from swiftopt.models.quantised_checkpoints import load_packed
 from swiftopt.models.restacked import pairs_of, write_restacked
 from swiftopt.models.rows import Rows
 from swiftopt.models.runtime import Runtime
-from swiftopt.models.saved import no_step, supported_type
+from swiftopt.models.saved import ReadShare, WeightStorage, no_step, supported_type
 
 each_packing = pytest.mark.parametrize("packing", PACKINGS, ids=str)
 
@@ -43,7 +43,7 @@ def test_weights_equal_the_formats_definition(packing: Packing, tmp_path: Path) 
     meant = packed_folder(tmp_path, "qwen2", packing)
     scheme = supported_type(tmp_path)[1]
     assert scheme is not None
-    model, n_parameters = load_packed(tmp_path, scheme, "float32", "", no_step)
+    model, n_parameters = load_packed(tmp_path, scheme, "float32", WeightStorage(), ReadShare(no_step, ""))
     maps = {name: module for name, module in model.named_modules() if isinstance(module, CodedLinear)}
     assert len(maps) == 4 * 7 + packing.head
     for name, module in maps.items():

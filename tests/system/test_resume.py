@@ -258,7 +258,7 @@ def test_every_set_of_an_exportable_search_is_a_checkpoint(name: str) -> None:
 
 def test_exportable_search_is_refused_if_no_set_is_a_checkpoint() -> None:
     gemma = quick_runtime("gemma3")
-    with pytest.raises(UnsupportedModel, match="attention types by layer"):
+    with pytest.raises(UnsupportedModel, match="differ in their attention"):
         TaskState.begin("t", gemma, SwiftSettings(exportable=True), FREE, ())
 
 

@@ -911,7 +911,7 @@ WRONG: tuple[tuple[str, dict[str, Any], str, str], ...] = (
     (COMPLETION, {"prompt": [[]]}, "prompt", "the prompt has no tokens"),
     (COMPLETION, {"prompt": [10**6]}, "prompt", "there is no token 1000000: use token ids from 0 to"),
     (COMPLETION, {"prompt": [5] * 300}, "prompt", "maximum context length is 256 tokens, but the prompt has 300"),
-    (COMPLETION, {"max_tokens": 4000}, "max_tokens", "4000 new ones are to follow: shorten the prompt or ask"),
+    (COMPLETION, {"max_tokens": 4000}, "max_tokens", "4000 new tokens are requested: shorten the prompt or ask"),
     (CHAT, {"messages": [{"role": "user", "content": "w1 " * 300}]}, "messages", "shorten"),
     (COMPLETION, {"prompt": "w1 " * 9000}, "prompt", "length is 256 tokens, but the prompt has more than 342"),
     (CHAT, {"messages": [{"role": "user", "content": "w1 " * 9000}]}, "messages", "the prompt has more than 342"),
