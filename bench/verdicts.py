@@ -17,7 +17,15 @@ from typing import Any
 import numpy as np
 
 from ..decoding.work import exhaust
-from ..optimizer.verdict import JudgedTurns, Look, Timed, TimedTurn, by_looks, hold_out, looks_of
+from ..optimizer.verdict import (
+    InterimTest,
+    JudgedTurns,
+    Timed,
+    TimedTurn,
+    hold_out,
+    plan_interim_tests,
+    run_interim_tests,
+)
 
 GAINS = (1.0, 1.1, 1.3)
 TOKENS, TOKENS_SPREAD = 100, 0.3
@@ -51,9 +59,9 @@ class Stream:
         return len(hold_out(range(self.n))[1])
 
     @property
-    def looks(self) -> list[Look]:
+    def interim_tests(self) -> list[InterimTest]:
         n_held_out = self.n_held_out
-        return looks_of(n_held_out, min(self.unscored, n_held_out, self.n - n_held_out))
+        return plan_interim_tests(n_held_out, min(self.unscored, n_held_out, self.n - n_held_out))
 
 
 MACHINES = (
@@ -76,10 +84,10 @@ class Prompts:
         # With gains**2 / 2 the mean of 1 / self._gains is 1 / speedup, so the ratio of total seconds is the speedup.
         self._gains = speedup * np.exp(machine.gains * rng.standard_normal(n) + machine.gains**2 / 2)
 
-    def measure(self, look: Look) -> Generator[None, None, Iterator[tuple[int, Sequence[TimedTurn]]]]:
-        """Return simulated timings for a look in the form of a tuning's; yields no event."""
+    def measure(self, test: InterimTest) -> Generator[None, None, Iterator[tuple[int, Sequence[TimedTurn]]]]:
+        """Return simulated timings of an interim test, in the form of `MeasureRuns`; yields no event."""
         yield from ()
-        return ((number, [self._timed(number)]) for _ in look.runs for number in look.prompts)
+        return ((number, [self._timed(number)]) for _ in test.runs for number in test.prompts)
 
     def _timed(self, number: int) -> TimedTurn:
         tokens = int(self._tokens[number])
@@ -101,20 +109,20 @@ class VerdictShare:
 
 
 def simulate(stream: Stream, machine: Machine, speedup: float, n_verdicts: int, seed: int = 0) -> VerdictShare:
-    """Simulate `n_verdicts` verdicts on a task, each with new prompts."""
-    rng, looks = np.random.default_rng(seed), stream.looks
+    """Simulate `n_verdicts` verdicts on a task, each with newly drawn prompts."""
+    rng, interim_tests = np.random.default_rng(seed), stream.interim_tests
     n_use = n_runs = 0
     for _ in range(n_verdicts):
-        prompts = Prompts(rng, machine, speedup, max((look.prompts.stop for look in looks), default=0))
-        timed_looks: list[Look] = []
+        prompts = Prompts(rng, machine, speedup, max((test.prompts.stop for test in interim_tests), default=0))
+        timed_tests: list[InterimTest] = []
 
-        def measure(look: Look, prompts: Prompts = prompts, timed_looks: list[Look] = timed_looks) -> Any:
-            timed_looks.append(look)
-            return prompts.measure(look)
+        def measure(test: InterimTest, prompts: Prompts = prompts, timed_tests: list[InterimTest] = timed_tests) -> Any:
+            timed_tests.append(test)
+            return prompts.measure(test)
 
-        judged: JudgedTurns = exhaust(by_looks(looks, measure), lambda event: None)
+        judged: JudgedTurns = exhaust(run_interim_tests(interim_tests, measure), lambda event: None)
         n_use += judged.verdict.word == "use"
-        n_runs += sum(len(look.prompts) * len(look.runs) for look in timed_looks)
+        n_runs += sum(len(test.prompts) * len(test.runs) for test in timed_tests)
     return VerdictShare(n_use / n_verdicts, n_runs / n_verdicts)
 
 

@@ -1,4 +1,4 @@
-"""The layer set in use and its challengers, which replace it after several wins on the same windows."""
+"""The layer set in use (the incumbent), and the tests by which challengers replace it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FINAL_WINDOWS = 2  # Windows that a challenger must win in addition to the one w
 
 @dataclass(frozen=True, slots=True)
 class WindowStart:
-    """A window's prompt, and its first token's position in the text."""
+    """Identifies a window by its prompt and the position of its first token in the text."""
 
     prompt_id: str
     position: int
@@ -29,25 +29,22 @@ class WindowStart:
 
 @dataclass(slots=True)
 class Incumbent:
-    """The set in use with the mean of its scores over all windows it was scored on, and its latest rounds.
-
-    `rounds` are pairs of draft steps and those accepted.
-    """
+    """The set in use, with its mean score and matchness over the `n` windows it was scored on."""
 
     layer_set: LayerSet
     n: int = 0
     score: float = 0.0
     matchness: float = 0.0
-    rounds: list[tuple[int, int]] = field(default_factory=list)
+    rounds: list[tuple[int, int]] = field(default_factory=list)  # (draft steps, accepted) of its latest rounds.
 
     def add(self, trial: Trial) -> None:
-        """Add its trial on one more window to the means."""
+        """Add the set's trial on one more window to the means."""
         self.n += 1
         self.score += (trial.score - self.score) / self.n
         self.matchness += (trial.matchness - self.matchness) / self.n
 
     def acceptance_after(self, round_: Round, n_rounds: int) -> float | None:
-        """Return α over the latest `n_rounds`, this one included; None if there are fewer, or nothing was drafted."""
+        """Add a round; return α over the latest `n_rounds`, or None if there are fewer or nothing was drafted."""
         self.rounds = [*self.rounds, (round_.n_steps, round_.n_accepted)][-n_rounds:]
         n_drafted = sum(n_steps for n_steps, _ in self.rounds)
         if len(self.rounds) < n_rounds or not n_drafted:
@@ -57,25 +54,25 @@ class Incumbent:
 
 @dataclass(frozen=True, slots=True)
 class Finalist:
-    """A challenger: the rating that brought it here, where it was scored last, and its leads over the set in use."""
+    """A challenger that is compared with the set in use on further windows."""
 
     layer_set: LayerSet
-    entry: float
-    place: WindowStart
-    leads: tuple[float, ...] = ()
+    entry: float  # Its score on the window where it entered.
+    place: WindowStart  # Window on which it was scored last.
+    leads: tuple[float, ...] = ()  # Its score minus that of the set in use, for each later window.
 
     @property
     def lead(self) -> float:
-        """Mean lead over the set in use, on the windows where both were scored."""
+        """Mean lead over the set in use."""
         return sum(self.leads) / max(1, len(self.leads))
 
 
 @dataclass(slots=True)
 class Finals:
-    """Successive halving over windows: of those scored with the set in use, the better half stays.
+    """Successive halving over windows: of the finalists scored together with the set in use, the better half stays.
 
-    A window is used for one final at most, and its text must be new to those who are scored, so that luck on one window
-    wins nothing.
+    A finalist is scored on windows of new text only, and a window serves for one final at most, so that a lucky window
+    cannot decide.
     """
 
     finalists: list[Finalist] = field(default_factory=list)
@@ -97,7 +94,7 @@ class Finals:
         return [finalist.layer_set for finalist in self.finalists if window_start.is_new_after(finalist.place, window)]
 
     def settle(self, window_start: WindowStart, leads: Mapping[LayerSet, float]) -> Finalist | None:
-        """Add the finalists' leads on a window; return the winner, if any."""
+        """Add the finalists' leads on a window and drop the worse half of them; return the winner, if there is one."""
         scored = [finalist for finalist in self.finalists if finalist.layer_set in leads]
         waiting = [finalist for finalist in self.finalists if finalist.layer_set not in leads]
         updated = [
@@ -116,25 +113,20 @@ class Finals:
 
 @dataclass(slots=True)
 class ChallengerTest(Record):
-    """The set in use and its challengers.
-
-    `first` are sets to be scored before any that is proposed; `looked` is the window of the latest pass. `opened_at`
-    and `n_at_gain` count the candidates that were scored when the search was opened, and when the set in use was
-    first scored or adopted.
-    """
+    """The set in use, its challengers, and the rules by which one of them is adopted."""
 
     incumbent: Incumbent
     finals: Finals = field(default_factory=Finals)
-    first: list[LayerSet] = field(default_factory=list)
-    looked: WindowStart | None = None
-    opened_at: int = 0
-    n_at_gain: int = 0
+    first: list[LayerSet] = field(default_factory=list)  # Known sets to score before new proposals.
+    looked: WindowStart | None = None  # Window of the latest scoring pass.
+    opened_at: int = 0  # Number of trials when the search was opened.
+    n_at_gain: int = 0  # Number of trials when the set in use was adopted, or first scored.
 
-    def is_new_window(self, place: WindowStart, window: int) -> bool:
+    def is_new_window(self, window_start: WindowStart, window: int) -> bool:
         """Tell whether at least half of the window is text that the latest pass did not score."""
-        return self.looked is None or place.is_new_after(self.looked, window)
+        return self.looked is None or window_start.is_new_after(self.looked, window)
 
-    def take_highest(self, trials: Sequence[Trial]) -> Trial | None:
+    def adopt_highest(self, trials: Sequence[Trial]) -> Trial | None:
         """Adopt the set with the highest score so far (SWIFT 4.1); return its trial if the set is new."""
         best_trial, old_incumbent = max(trials, key=lambda trial: trial.score), self.incumbent
         if old_incumbent.n and best_trial.score <= old_incumbent.score:
@@ -145,53 +137,51 @@ class ChallengerTest(Record):
         self.incumbent.rounds = old_incumbent.rounds
         return None
 
-    def take_best(self, best_set: LayerSet, trials: Sequence[Trial], earlier_trials: Sequence[Trial]) -> Trial | None:
-        """Adopt the set with the best estimate by all trials if this pass scored it; return its trial if it is new.
+    def adopt_best(self, best_set: LayerSet, trials: Sequence[Trial], earlier_trials: Sequence[Trial]) -> Trial | None:
+        """Adopt the set that the strategy rates best, if it is new and this pass scored it; return its trial.
 
-        One that was only scored in an earlier pass is scored again first.
+        If only an earlier pass scored it, the next pass scores it again before it is adopted.
         """
         best_trial = next((trial for trial in trials if trial.layer_set == best_set), None)
         if best_trial is None or best_set == self.incumbent.layer_set:
             return None
-        return self._adopt_set(
-            best_trial, [trial for trial in (*earlier_trials, best_trial) if trial.layer_set == best_set]
-        )
+        trials_of_set = [trial for trial in (*earlier_trials, best_trial) if trial.layer_set == best_set]
+        return self._adopt_set(best_trial, trials_of_set)
 
     def judge(
         self, window_start: WindowStart, incumbent_trial: Trial, finalist_trials: Sequence[Trial]
     ) -> Trial | None:
-        """Add the scores of the set in use and of finalists; adopt a winner and return its trial."""
+        """Add the scores of the set in use and of the finalists on a window; adopt a winner and return its trial."""
         if self.incumbent.n == 0:
             self.n_at_gain = incumbent_trial.step + 1
         self.incumbent.add(incumbent_trial)
         if not finalist_trials:
             return None
-        winner = self.finals.settle(
-            window_start, {trial.layer_set: trial.score - incumbent_trial.score for trial in finalist_trials}
-        )
+        leads = {trial.layer_set: trial.score - incumbent_trial.score for trial in finalist_trials}
+        winner = self.finals.settle(window_start, leads)
         if winner is None:
             return None
         winning_trial = next(trial for trial in finalist_trials if trial.layer_set == winner.layer_set)
-        # The winner was scored on fewer, perhaps easier windows, so derive its score from the lead over the set in use.
+        # The winner was scored on fewer and perhaps easier windows: derive its score from its lead.
         score = self.incumbent.score + winner.lead
         return self._adopt_set(winning_trial, [replace(winning_trial, score=score)])
 
-    def take(self, layer_set: LayerSet, trials: Sequence[Trial]) -> None:
-        """Put a set in use, with its mean score over `trials`."""
+    def adopt(self, layer_set: LayerSet, trials: Sequence[Trial]) -> None:
+        """Put a set in use, with its mean score over its trials among `trials`."""
         self.incumbent = Incumbent(layer_set)
         for trial in trials:
             if trial.layer_set == layer_set:
                 self.incumbent.add(trial)
 
     def _adopt_set(self, winning_trial: Trial, trials_of_set: Sequence[Trial]) -> Trial:
-        """Put the set of the trial `winning_trial` in use; `trials_of_set` are the set's trials so far."""
-        self.take(winning_trial.layer_set, trials_of_set)
+        """Put the set of `winning_trial` in use, whose trials are `trials_of_set`; return the trial as adopted."""
+        self.adopt(winning_trial.layer_set, trials_of_set)
         self.n_at_gain = winning_trial.step + 1
         return replace(winning_trial, adopted=True)
 
 
 def trim(layer_set: LayerSet, n_skipped: int) -> LayerSet:
-    """Return `layer_set` with `n_skipped` of its sub-layers still skipped, spread over the depth."""
+    """Return `layer_set` with only `n_skipped` of its skipped sub-layers, evenly spread over the depth."""
     skipped: list[SubLayer] = [("attn", layer) for layer in layer_set.skip_attn] + [
         ("mlp", layer) for layer in layer_set.skip_mlp
     ]

@@ -1,4 +1,4 @@
-"""Choice of a task's drafting method, format of weights, stop threshold and branching."""
+"""Choice of how a task drafts: method, weight format, stop threshold, draft length and branching."""
 
 from __future__ import annotations
 
@@ -31,34 +31,35 @@ ADAPTIVE = AdaptiveSettings(draft_format=STORED)  # STORED: take the format of e
 MIN_WINDOWS = 2  # Minimum windows scored before the draft settings are searched.
 MIN_GAIN = 1.01  # Minimum ratio of expected speedups for replacing the settings in use.
 MAX_WINDOWS = 12  # Maximum windows of the set in use that are kept for replays.
-BRANCHING_WIDTHS = (1, 2, 3, 5, 10)  # Candidate branching widths at the lowest confidence.
-THRESHOLDS = [percent / 100 for percent in range(5, 96)]
-# Two sweeps reach 0.9999 of the best known speedup on average and 0.995 at worst, over 100 random replays. Optuna's TPE
-# with 48 trials reached 0.996 and 0.937.
+BRANCHING_WIDTHS = (1, 2, 3, 5, 10)  # Branching widths to try, at the lowest confidence.
+THRESHOLDS = [percent / 100 for percent in range(5, 96)]  # Stop thresholds to try.
+# Coordinate sweeps. Two reach 0.9999 of the best known speedup on average and 0.995 at worst, over 100 random replays.
+# Optuna's TPE with 48 trials reached 0.996 and 0.937.
 N_SWEEPS = 2
 
 CANDIDATES = ("int4", "int8")  # Draft formats to try on a CPU, the cheapest first.
 GPU_CANDIDATES = ("int4", "fp8", "int8")
-# Expected speedup at which no further format is tried: 8 bits, half of the weights' bytes, hardly reach it.
+# Expected speedup from which no further format is tried: 8-bit drafts, which read half of the bytes, hardly reach it.
 SUFFICIENT_SPEEDUP = 2.5
 MIN_SPEEDUP = 1.05  # Minimum expected speedup that justifies the memory of quantised copies.
 N_PROMPTS, N_WINDOWS = 2, 2  # Prompts on which each format is tried, and windows per prompt.
 
-# Time two formats if their estimated speedups differ by less than this factor. For SmolLM2 the estimate was 1.15 times
+# Formats are timed if their estimated speedups differ by less than this factor. For SmolLM2 the estimate was 1.15 times
 # the measured speedup with 4 bits, and 1.26 times with 8 bits.
 MAX_SPEEDUP_RATIO = 1.25
-# Minimum and maximum prompts on which formats are timed, and their share of the stream. Whole completions are timed:
-# for SmolLM2 int4 led int8 by 2 % on the first 64 of 96 tokens, and by 9 % on all 96.
+# Minimum and maximum prompts on which formats are timed, and their share of the stream. Whole completions are timed,
+# because the lead can grow with the length: for SmolLM2 int4 led int8 by 2 % on the first 64 of 96 tokens, and by 9 %
+# on all 96.
 MIN_TIMED_PROMPTS, MAX_TIMED_PROMPTS, TIMED_PROMPT_SHARE = 3, 10, 0.25
 STANDARD_ERROR = 0.32  # Error probability of an interval of ±1 standard error.
 
 FormatEvent = FormatTried | PhaseChanged  # Progress events while formats are tried.
-# Called as (*formats); returns costs that include them, and makes their copies.
+# Called with names of formats; makes the copies of the weights in them and returns costs that include them.
 MeasureFormats = Callable[..., CostProfile]
 
 
 def drafting_with(draft: SkippedTarget, settings: SwiftSettings, costs: CostSource | None) -> Method:
-    """Build the method of `settings`, drafting with `draft`; SWIFT if there are no costs for adaptive drafts."""
+    """Return the method of `settings`, drafting with `draft`; SWIFT if adaptive drafts lack the costs they need."""
     if settings.method == "adaptive" and costs is not None:
         return adaptive(draft, costs, ADAPTIVE)
     return swift(draft, settings)
@@ -67,29 +68,33 @@ def drafting_with(draft: SkippedTarget, settings: SwiftSettings, costs: CostSour
 def starting_set(
     whole: LayerSet, settings: SwiftSettings, n_skipped: int, chooses_size: bool, sub_layers: Sequence[SubLayer]
 ) -> LayerSet:
-    """Return a search's first set: evenly spaced skipped sub-layers, or a quantised draft that skips nothing."""
+    """Return a search's first set.
+
+    It skips `n_skipped` evenly spaced sub-layers. If the strategy chooses their number and drafts are quantised, it
+    skips nothing.
+    """
     if chooses_size and settings.draft_format != STORED:
         return whole.filled(settings.draft_format)
     if len(sub_layers) == len(searchable(whole.n_layers)):
         return LayerSet.uniform(whole.n_layers, n_skipped).filled(settings.draft_format)
     by_depth = sorted(sub_layers, key=lambda sub_layer: sub_layer[1])
-    spaced = (by_depth[math.floor((j + 0.5) * len(by_depth) / n_skipped)] for j in range(n_skipped))
-    return whole.skipping(spaced).filled(settings.draft_format)
+    evenly_spaced = (by_depth[math.floor((j + 0.5) * len(by_depth) / n_skipped)] for j in range(n_skipped))
+    return whole.skipping(evenly_spaced).filled(settings.draft_format)
 
 
 def branching_of(widest: int) -> Branching:
-    """Return the number of candidates by confidence, in the paper's proportions; `widest` is 10 in the paper."""
+    """Return the numbers of candidate tokens by confidence, in SWIFT's proportions; SWIFT's `widest` is 10."""
     return ((0.5, widest), (0.8, math.ceil(widest / 2)), (0.95, math.ceil(widest * 0.3)), (1.0, 1))
 
 
 def search_drafting(
     scores: Sequence[WindowScore], layer_set: LayerSet, settings: SwiftSettings, costs: CostProfile, max_length: int
 ) -> tuple[SwiftSettings, float, float]:
-    """Find the stop threshold, draft length and branching with the highest expected speedup, one of them at a time.
+    """Find the branching, stop threshold and draft length with the highest expected speedup, by coordinate search.
 
-    Args:    scores: what the layer set predicted over some windows. max_length: draft steps per round at most.
-    Returns: the settings with them, or the given settings where nothing is better by `MIN_GAIN`; their expected
-             speedup, and that of the given settings.
+    Args:    scores: predictions of the layer set over some windows. max_length: maximum draft steps per round.
+    Returns: the best settings, or `settings` if the gain is below `MIN_GAIN`; their expected speedup; the expected
+             speedup of `settings`.
     """
 
     @cache
@@ -116,12 +121,12 @@ def choose_format(
     costs: CostProfile,
     measure: MeasureFormats,
 ) -> Generator[FormatEvent, None, tuple[str, CostProfile]]:
-    """Choose the fastest format for drafts with all sub-layers: by expected speedup; close formats are timed.
+    """Choose the weight format with which drafts that skip nothing are fastest; drop the copies in other formats.
 
-    Copies that are not chosen are dropped.
+    Formats are compared by expected speedup; those that are close are timed.
 
-    Args:    window: tokens of a window. measure: returns the costs with those of a format, and makes its copies.
-    Returns: the format, "stored" where none is worth its memory; and the costs with it.
+    Args:    window: tokens of a window. costs: without any format.
+    Returns: the format, or "stored" if no format is worth its memory; the costs including it.
     """
     runtime = session.runtime
     estimates = yield from _estimate_formats(session, prompts[:N_PROMPTS], window, measure)
@@ -145,7 +150,7 @@ def choose_format(
 def _estimate_formats(
     session: Session, prompts: Sequence[Prompt], window: int, measure: MeasureFormats
 ) -> Generator[FormatEvent, None, dict[str, tuple[float, FormatTried, CostProfile]]]:
-    """Return the formats that may be fastest, each with its expected speedup, its event, and costs including it."""
+    """Return the formats that may be the fastest: name -> (expected speedup, event, costs including the format)."""
     runtime = session.runtime
     estimates: dict[str, tuple[float, FormatTried, CostProfile]] = {}
     for format_name in GPU_CANDIDATES if runtime.device.type == "cuda" else CANDIDATES:
@@ -154,7 +159,7 @@ def _estimate_formats(
             format_costs = measure(format_name)
             score = yield from _score_draft(session, prompts, window, format_name, draft, format_costs)
         except (RuntimeError, MemoryError, SettingsError) as error:
-            # The device has no kernel for the format or not enough memory.
+            # The device has no kernel for the format, or not enough memory.
             yield FormatTried(format_name, None, None, (str(error) or type(error).__name__).splitlines()[0])
             _drop_copies(runtime, {format_name})
             continue
@@ -163,11 +168,9 @@ def _estimate_formats(
         yield event
         estimates[format_name] = speedup, event, format_costs
         min_speedup = max(MIN_SPEEDUP, max(speedup for speedup, _, _ in estimates.values()) / MAX_SPEEDUP_RATIO)
-        kept_estimates = {
-            format_name: estimate for format_name, estimate in estimates.items() if estimate[0] > min_speedup
-        }
-        _drop_copies(runtime, estimates.keys() - kept_estimates.keys())
-        estimates = kept_estimates
+        close_estimates = {name: estimate for name, estimate in estimates.items() if estimate[0] > min_speedup}
+        _drop_copies(runtime, estimates.keys() - close_estimates.keys())
+        estimates = close_estimates
         if speedup >= SUFFICIENT_SPEEDUP:
             break
     return estimates
@@ -181,12 +184,10 @@ def _drop_copies(runtime: Runtime, formats: Iterable[str]) -> None:
 def time_methods(
     session: Session, prompts: Sequence[Prompt], methods: Sequence[Method], phase: PhaseChanged
 ) -> Generator[PhaseChanged, None, list[list[Timed]]]:
-    """Decode the same prompts with each method in turn, until one is significantly faster or enough are decoded.
+    """Decode the first turns of the same prompts with each method in turn, until one method is significantly faster.
 
-    Only first turns are decoded.
-
-    Args:    phase: what this is reported as.
-    Returns: the runs of each method, without their prefill; [] where there is nothing to choose, or too little to time.
+    Args:    phase: the event that reports progress; each prompt's number is added to its detail.
+    Returns: each method's runs without their prefill; [] for a single method, or for too few prompts.
     """
     n_prompts = max(MIN_TIMED_PROMPTS, min(MAX_TIMED_PROMPTS, int(TIMED_PROMPT_SHARE * len(prompts))))
     if len(methods) < 2 or len(prompts) < n_prompts:
@@ -206,20 +207,21 @@ def time_methods(
 
 
 def unbeaten_methods(runs: Sequence[Sequence[Timed]], error: float = STANDARD_ERROR) -> list[int]:
-    """Return the indices of the methods that no other one beats significantly on the same prompts; at least one.
+    """Return the indices of the methods that no other method beats significantly on the same prompts; at least one.
 
-    If several remain, use the first: it takes less memory, or the search rated it higher.
+    If several remain, callers use the first: it needs less memory, or the search rated it higher.
     """
 
     def is_faster(fast: Sequence[Timed], slow: Sequence[Timed]) -> bool:
         interval = speed_interval(fast, slow, error)
         return interval is not None and interval[0] > 1
 
-    is_beaten_by_index = [
-        any(is_faster(other_runs, method_runs) for other_runs in runs if other_runs is not method_runs)
-        for method_runs in runs
+    unbeaten = [
+        index
+        for index, method_runs in enumerate(runs)
+        if not any(is_faster(other_runs, method_runs) for other_runs in runs if other_runs is not method_runs)
     ]
-    return [index for index, is_beaten in enumerate(is_beaten_by_index) if not is_beaten] or [0]
+    return unbeaten or [0]
 
 
 def prepare_draft_format(
@@ -228,9 +230,9 @@ def prepare_draft_format(
     settings: SwiftSettings,
     measure: MeasureFormats,
 ) -> Generator[FormatEvent, None, tuple[SwiftSettings, CostProfile]]:
-    """Return the settings with a draft format, chosen here if it is "auto", and the costs including that format.
+    """Make the copies of the weights in the settings' draft format, which is chosen first if it is "auto".
 
-    Makes its copies.
+    Returns: the settings with that format, and the costs including it.
     """
     format_name = settings.draft_format
     if format_name == AUTO:
@@ -246,12 +248,11 @@ def _score_draft(
 ) -> Generator[PhaseChanged, None, WindowScore]:
     """Return the draft's predictions over several windows of the model's completions, joined to one window."""
     scores: list[WindowScore] = []
+    # A window is scored after a round, which may exceed the window's end by a whole draft.
+    max_scored_tokens = N_WINDOWS * (window + ADAPTIVE.max_draft_length) + 1
     for prompt in prompts:
-        # Windows are scored after a round, which may pass the end of the window by a whole draft.
-        max_new_tokens_scored = N_WINDOWS * (window + ADAPTIVE.max_draft_length) + 1
-        first_turn = replace(
-            prompt, turns=prompt.turns[:1], max_new_tokens=min(session.room(prompt), max_new_tokens_scored)
-        )
+        max_new_tokens = min(session.room(prompt), max_scored_tokens)
+        first_turn = replace(prompt, turns=prompt.turns[:1], max_new_tokens=max_new_tokens)
         method = adaptive(SkippedTarget(draft), costs, ADAPTIVE)
         n_scored, prompt_scores = 0, list[WindowScore]()
         with closing(side_by_side([session.request(first_turn, method, scratch_rows=window)])) as events:
@@ -260,9 +261,8 @@ def _score_draft(
                     if len(event.context.generated) - n_scored >= window:
                         n_scored = len(event.context.generated)
                         prompt_scores += alone(score_window(event.context, [draft], window))
-                        yield PhaseChanged(
-                            "", "profile", f"trying {format_name} drafts, window {len(scores) + len(prompt_scores)}"
-                        )
+                        n_windows = len(scores) + len(prompt_scores)
+                        yield PhaseChanged("", "profile", f"trying {format_name} drafts, window {n_windows}")
                     if len(prompt_scores) == N_WINDOWS:
                         break
         scores += prompt_scores

@@ -1,4 +1,4 @@
-"""Scoring candidate layer sets on generated text, several in one pass, and estimating their speedups."""
+"""Scores of candidate layer sets on generated text, several candidates in one pass, and their expected speedups."""
 
 from __future__ import annotations
 
@@ -19,14 +19,15 @@ from ..models.rows import Pass, Rows
 from .strategies import MAX_CANDIDATES
 
 MAX_CHAIN_LENGTH = 24  # Maximum tokens of an adaptive chain in a replay.
-LAMBDA_ROUNDS = 4
-# Maximum seconds of a pass that scores candidates, as decoding waits for it; twice one candidate's pass if longer.
+LAMBDA_ITERATIONS = 4  # Fixed-point iterations for λ, see `adaptive_speedup`.
+# Maximum seconds of a pass that scores candidates, because decoding waits for it. A pass may always take twice the time
+# of one candidate's.
 MAX_PASS_S = 1.0
 SEARCH_TIME_SHARE = 0.03  # Maximum share of a stream's decoding time that the search may take.
 MIN_CANDIDATES = 36  # Candidates that a search may always score, even on a short stream.
-# Candidates that may always be scored after a shift: the set in use, known sets, and the first new ones.
+# Candidates that may always be scored after a shift: the set in use, known sets, and the first new candidates.
 MIN_CANDIDATES_REOPENED = 5
-USUAL_SPEEDUP = 3.0  # Expected speedup over plain decoding, for estimating the time of a stream.
+USUAL_SPEEDUP = 3.0  # Assumed speedup over plain decoding, to estimate how long a stream takes.
 MAX_BATCH_COST_RATIO = 0.95  # A larger batch must cut the time per candidate to at most this share.
 
 
@@ -34,8 +35,9 @@ MAX_BATCH_COST_RATIO = 0.95  # A larger batch must cut the time per candidate to
 class WindowScore:
     """A candidate's predictions over a window, one entry per position.
 
-    `ranks[i]`: how many tokens the draft held more probable than the generated one (0: it is the argmax);
-    `confidences[i]`: the draft's top-1 probability. `reads_late`: drafts are read while their next step runs there.
+    `ranks[i]`: number of tokens that the draft rates above the generated one (0: the generated token is its argmax).
+    `confidences[i]`: the draft's top-1 probability. `reads_late`: on this device a drafted token is read only while
+    the next draft step runs.
     """
 
     ranks: tuple[int, ...]
@@ -44,20 +46,20 @@ class WindowScore:
 
     @property
     def matchness(self) -> float:
-        """Share of positions whose argmax is the generated token (SWIFT Eq. 4)."""
+        """Share of positions at which the draft's argmax is the generated token (SWIFT Eq. 4)."""
         return sum(rank == 0 for rank in self.ranks) / len(self.ranks)
 
 
 def score_window(
     context: Context, layer_sets: Sequence[LayerSet], window: int, start: int | None = None
 ) -> PassGenerator[list[WindowScore]]:
-    """Predict `window` generated tokens with every layer set, all in one pass.
+    """Predict `window` generated tokens with every layer set, all in one pass; return the scores.
 
-    Each candidate reads the target's keys and values up to the window and then its own, in scratch slots; the
-    tokens of the window are the input, so one pass predicts all positions (SWIFT Eq. 3).
+    The window's tokens are the input, so one pass predicts all positions (SWIFT Eq. 3). A candidate reads the target's
+    keys and values up to the window, and its own within it, which lie in scratch slots.
 
-    Args: window: at most the number of generated tokens; the buffer must have window * len(layer_sets) slots left.
-          start: where the window begins in the text; None: so that it ends with the latest token.
+    Args: window: at most the number of generated tokens; the buffer must have window * len(layer_sets) free slots.
+          start: position of the window's first token in the text; None: the window ends with the latest token.
     """
     n_slots = context.root_slot + window * len(layer_sets)
     assert n_slots <= context.buffer.capacity, f"{n_slots} slots of {context.buffer.capacity}"
@@ -74,9 +76,9 @@ def score_window(
 
 
 def _window_score(context: Context, logits: Tensor, first_position: int) -> WindowScore:
-    """Return the score of logits (window, vocab) for the tokens after position `first_position`.
+    """Return the score of one candidate's logits (window, vocab) for the tokens after position `first_position`.
 
-    One candidate at a time: all scores in float32 would fill a memory that holds the logits of all candidates.
+    Called for one candidate at a time to limit the memory for scores in float32.
     """
     rule, window = context.rule, len(logits)
     context.looks_back = len(context.token_ids) - 1 - first_position
@@ -110,12 +112,12 @@ class Replay:
 
 
 def rounds_by_start(tokens_of_rounds: Sequence[int]) -> list[float]:
-    """Return how many rounds begin at each position of a window while as many tokens as it has are generated.
+    """Return how many rounds begin at each position while a window's number of tokens is generated.
 
-    A round begins where the last one ended, which is more often before a miss than any position is. The window wraps
-    around, and the result is the mean over all positions at which the first round can begin.
+    A round begins where the previous one ended, and such positions precede a mismatch more often than others do. The
+    window wraps around. The result is the mean over all positions at which the first round can begin.
 
-    Args: tokens_of_rounds: how many tokens a round from each position gives.
+    Args: tokens_of_rounds: number of tokens that a round from each position generates.
     """
     n_positions = len(tokens_of_rounds)
     counts = [0] * n_positions
@@ -131,11 +133,11 @@ def rounds_by_start(tokens_of_rounds: Sequence[int]) -> list[float]:
 def replay(scores: Iterable[WindowScore], settings: SwiftSettings) -> Replay:
     """Replay SWIFT's rounds over windows; see `rounds_by_start`.
 
-    A position is accepted if the generated token is the draft's argmax, or, as a side leaf that ends the round, among
-    the candidates that its confidence offers. Where drafts are read late, each has one step more, and the last one no
-    side leaves.
+    A token is accepted if it is the draft's argmax. A token among the other candidates that the confidence allows is
+    accepted as a side leaf, which ends the round. If drafts are read late, a draft has one step more, and its last step
+    has no side leaves.
 
-    DEVIATION: after a miss the draft continues with the confidences it had on the true text, as its own continuation
+    DEVIATION: after a mismatch the draft continues with its confidences on the true text, because its own continuation
     was not computed.
     """
     totals = Replay()
@@ -170,52 +172,53 @@ def replay(scores: Iterable[WindowScore], settings: SwiftSettings) -> Replay:
 def swift_speedup(
     scores: Iterable[WindowScore], layer_set: LayerSet, settings: SwiftSettings, costs: CostProfile
 ) -> float:
-    """Return the expected speedup of SWIFT's rounds, replayed over all the windows."""
+    """Return the expected speedup of SWIFT's rounds over plain decoding, replayed over all windows."""
     totals = replay(scores, settings)
     return costs.expected_speedup(layer_set, totals.tokens, totals.draft_steps, totals.widths)
 
 
 def adaptive_speedup(score: WindowScore, layer_set: LayerSet, costs: CostProfile) -> float:
-    """Return the speedup of adaptive chains over a window; see `rounds_by_start`.
+    """Return the expected speedup of adaptive chains over a window; see `rounds_by_start`.
 
-    A chain continues while the chance that its next token is accepted exceeds λ times that step's cost; λ is the
-    speedup of such chains, found by fixed-point iteration. Where drafts are read late, the latest token's chance is not
-    known yet. Earlier text and second candidates, by which all sets gain, are left out.
+    A chain continues while the chance that its next token is accepted exceeds λ times the cost of that step. λ is the
+    speedup of such chains, found by fixed-point iteration. If drafts are read late, the chance of the latest token is
+    not known yet. Drafts from earlier text and second candidates are ignored, because they help all sets alike.
     """
-    n_positions, pass_costs, tokens_per_cost = len(score.ranks), PassCosts(costs, layer_set), 1.0
+    n_positions, pass_costs = len(score.ranks), PassCosts(costs, layer_set)
+    tokens_per_cost = 1.0  # λ: tokens per cost of a plain pass.
     acceptance = Acceptance()
     for rank, confidence in zip(score.ranks, score.confidences, strict=True):
         acceptance.learn(confidence, rank == 0)
     chances = [acceptance.of(confidence) for confidence in score.confidences]
     usual_acceptance = acceptance.overall.value
-    for _ in range(LAMBDA_ROUNDS):
+    for _ in range(LAMBDA_ITERATIONS):
         tokens_of_rounds, costs_of_rounds = list[int](), list[float]()
         for start in range(n_positions):
-            # `expected_chance` is the chance that the next token is accepted.
-            length, is_right, chain_chance, expected_chance = 0, True, 1.0, usual_acceptance
-            n_tokens = 1
+            length, n_tokens, is_accepted = 0, 1, True
+            # Chances that the whole chain is accepted, and that the next token will be accepted as well.
+            chain_chance, next_chance = 1.0, usual_acceptance
             while length < min(n_positions, MAX_CHAIN_LENGTH):
                 step_cost = pass_costs.draft(1) + pass_costs.verify(length + 2) - pass_costs.verify(length + 1)
-                if expected_chance < tokens_per_cost * step_cost:
+                if next_chance < tokens_per_cost * step_cost:
                     break
                 position = (start + length) % n_positions
-                is_right = is_right and score.ranks[position] == 0
-                n_tokens += is_right
+                is_accepted = is_accepted and score.ranks[position] == 0
+                n_tokens += is_accepted
                 chance_before, chain_chance = chain_chance, chain_chance * chances[position]
-                expected_chance = (
+                next_chance = (
                     chance_before * usual_acceptance**2 if score.reads_late else chain_chance * usual_acceptance
                 )
                 length += 1
             tokens_of_rounds.append(n_tokens)
             costs_of_rounds.append(length * pass_costs.draft(1) + pass_costs.verify(length + 1))
         counts = rounds_by_start(tokens_of_rounds)
-        n_tokens_of_all, cost_of_all = (sum(map(mul, counts, part)) for part in (tokens_of_rounds, costs_of_rounds))
-        tokens_per_cost = n_tokens_of_all / cost_of_all
+        total_tokens, total_cost = (sum(map(mul, counts, values)) for values in (tokens_of_rounds, costs_of_rounds))
+        tokens_per_cost = total_tokens / total_cost
     return tokens_per_cost
 
 
 def objective(score: WindowScore, layer_set: LayerSet, settings: SwiftSettings, costs: CostProfile | None) -> float:
-    """Return the score to maximise: matchness (SWIFT), or expected speedup over plain decoding."""
+    """Return the score that the search maximises: matchness (SWIFT), or expected speedup over plain decoding."""
     if settings.objective == "matchness" or costs is None:
         return score.matchness
     if settings.method == "adaptive":
@@ -226,31 +229,28 @@ def objective(score: WindowScore, layer_set: LayerSet, settings: SwiftSettings, 
 def candidates_per_pass(costs: CostProfile | None, window: int) -> int:
     """Return the number of candidates per pass with the lowest measured cost per candidate.
 
-    Measured widths end where more rows make none cheaper (`models.costs`).
+    Only measured widths are considered: measurements end where further rows no longer lower the cost per row
+    (`models.costs`).
     """
     best_batch, batch = 1, 2
     while costs is not None and batch * window <= max(costs.pass_s):
-        seconds = costs.target_pass_s(batch * window)
-        max_pass_s = max(MAX_PASS_S, 2 * costs.target_pass_s(window))
-        if (
-            seconds <= max_pass_s
-            and seconds / batch < MAX_BATCH_COST_RATIO * costs.target_pass_s(best_batch * window) / best_batch
-        ):
+        pass_s, best_pass_s = costs.target_pass_s(batch * window), costs.target_pass_s(best_batch * window)
+        is_short = pass_s <= max(MAX_PASS_S, 2 * costs.target_pass_s(window))
+        if is_short and pass_s / batch < MAX_BATCH_COST_RATIO * best_pass_s / best_batch:
             best_batch = batch
         batch *= 2
     return best_batch
 
 
 def affordable_candidates(costs: CostProfile | None, layer_set: LayerSet, window: int, n_tokens: int) -> int:
-    """Return the number of candidates that a search may score in a stream of `n_tokens`, by measured costs."""
-    return max(
-        MIN_CANDIDATES, min(MAX_CANDIDATES, candidates_in_share(costs, layer_set, window, n_tokens / USUAL_SPEEDUP))
-    )
+    """Return the maximum number of candidates that a search may score in a stream of `n_tokens`, by measured costs."""
+    n_in_share = candidates_in_share(costs, layer_set, window, n_tokens / USUAL_SPEEDUP)
+    return max(MIN_CANDIDATES, min(MAX_CANDIDATES, n_in_share))
 
 
 def candidates_in_share(costs: CostProfile | None, layer_set: LayerSet, window: int, n_passes: float) -> int:
     """Return how many candidates take `SEARCH_TIME_SHARE` of the time of `n_passes` plain passes; 0 without costs.
 
-    A candidate costs a draft pass with `layer_set` over a window, and half of one for the set in use.
+    A candidate costs one draft pass with `layer_set` over a window, plus half a pass for scoring the set in use.
     """
     return 0 if costs is None else int(SEARCH_TIME_SHARE * n_passes / (1.5 * costs.draft_cost(layer_set, window)))

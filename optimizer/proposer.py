@@ -1,9 +1,9 @@
-"""A strategy's proposals, and the studies of the model that some strategies want first.
+"""Candidates of a strategy, and the studies of the model that some strategies request first.
 
-A study measures how far each sub-layer turns the residual stream, and finds sets by dynamic programming. `knapsack`
-follows KnapSpec (arXiv:2602.20217), `clasp` CLaSp (arXiv:2505.24196); both keep, for every cost that can be saved, the
-path through the layers whose state stays nearest to the full model's. A path skips a sub-layer, or takes fewer experts
-in it, where these are searched.
+A study measures how far each sub-layer turns the residual stream, and finds layer sets by dynamic programming.
+`knapsack` follows KnapSpec (arXiv:2602.20217), `clasp` follows CLaSp (arXiv:2505.24196). Both extend paths through the
+layers: a path runs or skips each sub-layer, or runs it with fewer experts if these are searched. For each amount of
+saved cost they keep the path whose hidden state is nearest to the full model's.
 """
 
 from __future__ import annotations
@@ -34,17 +34,18 @@ MAX_SAVED_SHARE = 0.6  # Maximum share of the searchable sub-layers' cost that t
 
 
 def chooses_size(settings: SwiftSettings, costs: CostProfile | None) -> bool:
-    """Tell whether the strategy chooses the number of skipped sub-layers; this needs measured costs."""
-    by_speed = settings.objective == "expected_speedup" and costs is not None
-    return strategy_info(settings.strategy).chooses_size and by_speed
+    """Tell whether the strategy chooses the number of skipped sub-layers, for which it needs measured costs."""
+    maximises_speedup = settings.objective == "expected_speedup" and costs is not None
+    return strategy_info(settings.strategy).chooses_size and maximises_speedup
 
 
 def savings_of(
     costs: CostProfile, base: LayerSet, sub_layers: Sequence[SubLayer], experts: ExpertLevels | None = None
 ) -> tuple[float, ...]:
-    """Return the cost, in plain passes, saved by skipping each of these sub-layers; formats as in `base`.
+    """Return the cost that each bit of a set saves, in plain passes; the formats are those of `base`.
 
-    With `experts`, then what each bit of a layer's number of experts saves on top of those before it.
+    The first values are for skipping each of `sub_layers`. With `experts` follow the values of each layer's expert
+    bits, each the saving on top of the bit before it.
     """
     full_set = base.skipping(())
     full_cost = costs.draft_cost(full_set)
@@ -53,19 +54,20 @@ def savings_of(
     if experts is None:
         return tuple(savings)
     for layer in experts.layers:
-        fewer = (replace(full_set, experts=((f"mlp:{layer}", number),)) for number in experts.numbers)
-        levels = [costs.draft_cost(replace(full_set, experts=())), *map(costs.draft_cost, fewer)]
-        savings += [max(0.0, before - after) for before, after in pairwise(levels)]
+        sets_with_fewer = (replace(full_set, experts=((f"mlp:{layer}", number),)) for number in experts.numbers)
+        cost_levels = [costs.draft_cost(replace(full_set, experts=())), *map(costs.draft_cost, sets_with_fewer)]
+        savings += [max(0.0, more - fewer) for more, fewer in pairwise(cost_levels)]
     return tuple(savings)
 
 
 class Proposer:
-    """Asks the settings' strategy for candidates around `base`, whose formats they keep.
+    """Asks the settings' strategy for candidates, which keep the formats of `base`; runs the studies that it requests.
 
-    `chooses_size`: the strategy chooses how many sub-layers are skipped. `paired`: every pass scores the set in use,
-    too, and waits until half of its window is new text: such a strategy learns more from a pass than from a round.
+    `chooses_size`: the strategy chooses the number of skipped sub-layers. `paired`: every pass also scores the set in
+    use, and takes place only once half of its window is new text.
 
-    Args: sub_layers: those that a candidate may skip.
+    Args: sub_layers: those that a candidate may skip. project: maps a set to the nearest allowed one; None: all sets
+          are allowed. whole_layers: a candidate skips both sub-layers of a layer or neither.
     """
 
     def __init__(
@@ -78,21 +80,21 @@ class Proposer:
         whole_layers: bool,
         sub_layers: tuple[SubLayer, ...],
     ) -> None:
-        self._sub_layers = sub_layers
         info = strategy_info(settings.strategy)
         self.chooses_size, self.paired = chooses_size(settings, costs), info.chooses_size
         experts, savings = None, None
         if self.chooses_size and costs is not None:
             experts = ExpertLevels.of(costs.experts, base.n_layers)
-            savings = savings_of(costs, base, self._sub_layers, experts)
+            savings = savings_of(costs, base, sub_layers, experts)
         self.patience = settings.patience
         if self.chooses_size and info.patience is not None:
             self.patience = min(self.patience, info.patience)
         self.rows_run = 0.0  # Rows run by studies, in rows of the full model.
-        self._window, self._ratio, self._n_layers = settings.context_window, skip_ratio, base.n_layers
-        self.scratch_rows = 0 if info.study is None else study_rows(info.study, self._window, base.n_layers)
-        self._savings = (1.0,) * len(self._sub_layers) if savings is None else savings
-        self._experts = experts
+        self._window, self._skip_ratio, self._n_layers = settings.context_window, skip_ratio, base.n_layers
+        # Buffer slots that a study needs after the committed ones.
+        self.scratch_rows = 0 if info.study is None else study_slots(info.study, self._window, base.n_layers)
+        self._savings = (1.0,) * len(sub_layers) if savings is None else savings
+        self._sub_layers, self._experts, self._whole_layers = sub_layers, experts, whole_layers
         problem = SearchProblem(
             base,
             base.n_skipped,
@@ -104,28 +106,35 @@ class Proposer:
             project=project,
             experts=experts,
             whole_layers=whole_layers,
-            sub_layers=self._sub_layers,
+            sub_layers=sub_layers,
         )
-        self._whole_layers = whole_layers
         self.strategy = info.make(problem)
 
-    def n_beside(self, n_finalists: int, batch: int, n_due: int) -> int:
-        """Return the number of new candidates for a pass that also scores `n_due` sets, including finalists."""
+    def n_new_candidates(self, n_finalists: int, batch: int, n_other: int) -> int:
+        """Return the number of new candidates for a pass that also scores `n_other` sets, finalists included."""
         if self.paired:
             return max(1, max(batch, MIN_PAIRED_SETS) - n_finalists)
-        return 0 if n_finalists else batch - n_due
+        return 0 if n_finalists else batch - n_other
 
-    def max_rows_ahead(self, prompt_id: str) -> int:
-        """Return the maximum rows of the model that a study on this prompt would run; 0 if no study is due."""
+    def study_row_limit(self, prompt_id: str) -> int:
+        """Return the maximum rows that the study due on this prompt runs; 0 if no study is due."""
         kind = self.strategy.wants(prompt_id)
         return 0 if kind is None else max_study_rows(kind, self._window, self._n_layers, self._experts)
 
     def next_candidates(self, context: Context, prompt_id: str, n: int) -> list[Proposal]:
-        """Return the next `n` candidates; first run a study of the model if the strategy wants one."""
+        """Return the next `n` candidates; run a study of the model before them if the strategy requests one."""
         kind = self.strategy.wants(prompt_id) if n else None
         if kind is not None:
-            sets = self._sub_layers, self._savings, self._ratio, self._experts, self._whole_layers
-            study_result = study(context, kind, self._window, *sets)
+            study_result = study(
+                context,
+                kind,
+                self._window,
+                self._sub_layers,
+                self._savings,
+                self._skip_ratio,
+                self._experts,
+                self._whole_layers,
+            )
             self.rows_run += study_result.rows
             self.strategy.study(prompt_id, study_result)
         return [self.strategy.propose() for _ in range(n)]
@@ -133,9 +142,9 @@ class Proposer:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """What a draft may do with sub-layers: skip them, or take that many `experts` in them.
+    """A way to run a study's item that saves cost: skip it, or run it with this number of `experts`.
 
-    `bits` are those that it sets in a set's bits, and `weight` is the cost that it saves.
+    `bits`: indices of the layer set's bits that are 1 for it. `weight`: the cost that it saves, in buckets.
     """
 
     bits: tuple[int, ...]
@@ -145,7 +154,7 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class StudyItem:
-    """Sub-layers that a path runs as the model does, or with one of the changes."""
+    """Sub-layers that a path either runs in full or with one of the changes."""
 
     sub_layers: tuple[SubLayer, ...]
     changes: tuple[Change, ...] = ()
@@ -153,10 +162,10 @@ class StudyItem:
 
 @dataclass(slots=True)
 class _Paths:
-    """The best paths through the layers so far, one per saved weight, in ascending order.
+    """The nearest path through the layers so far for each saved weight, in ascending order of weight.
 
-    `bits`: those that are 1 in a path's set. `hidden`, `entered`: (paths, tokens, hidden_size), now and at the start of
-    the current layer.
+    `bits`: for each path, the indices of its set's bits that are 1. `hidden`, `entered`: states of shape
+    (paths, tokens, hidden_size), now and at the start of the current layer.
     """
 
     weights: list[int]
@@ -165,14 +174,14 @@ class _Paths:
     entered: Tensor
 
 
-Program = tuple[list[StudyItem], int]  # What a dynamic program goes through, and the largest weight that it saves.
+Program = tuple[list[StudyItem], int]  # Items of a dynamic program in depth order, and the maximum saved weight.
 
 
 class StudyPass:
-    """Runs sub-layers on a window's tokens, in scratch slots; each sees the target's committed states before it.
+    """Runs single sub-layers on a window's tokens, in scratch slots.
 
-    DEVIATION: both papers' drafts read keys and values of their own; here only a row's own position is the draft's,
-    which is what lets all paths run in one batch.
+    DEVIATION: in both papers a draft reads the keys and values that it computed itself. Here a row reads those that the
+    target committed, except for its own position, so that all paths can run in one batch.
     """
 
     def __init__(self, context: Context, window: int) -> None:
@@ -183,32 +192,32 @@ class StudyPass:
         self.positions = list(range(first_position, first_position + window))
         self.n_rows = 0.0  # Rows run so far, in rows of the full model.
         self._plans: dict[tuple[bool, tuple[int, ...]], PassPlan] = {}
-        self._inputs: Tensor | None = None  # Of the window's tokens; see `PerLayerInputs`.
+        self._layer_inputs: Tensor | None = None  # Per-layer inputs of the window's tokens; see `PerLayerInputs`.
         self._n_sub_layers = 2 * self.runtime.n_layers
 
     def run_window(self) -> list[Tensor]:
-        """Return the hidden states (window, hidden_size) before the first sub-layer and after each, by depth."""
+        """Return the hidden states (window, hidden_size) before the first sub-layer and after each sub-layer."""
         hidden = self.runtime.embed(self.inputs, self.positions[0])
         states = [hidden]
         for layer, block in enumerate(self.runtime.blocks):
             hidden = entered = hidden.to(block.device)
             for kind in ("attn", "mlp"):
                 hidden = hidden + self.delta((kind, layer), hidden, entered, self.positions)
-                hidden = self.ended((kind, layer), hidden, self.positions)
+                hidden = self.end_layer((kind, layer), hidden, self.positions)
                 states.append(hidden)
         return states
 
-    def ended(self, sub_layer: SubLayer, hidden: Tensor, positions: Sequence[int]) -> Tensor:
-        """Return states (…, hidden_size) after a sub-layer and after what ends its layer, if it is the layer's last."""
+    def end_layer(self, sub_layer: SubLayer, hidden: Tensor, positions: Sequence[int]) -> Tensor:
+        """Apply what a layer does after its MLP to states (…, hidden_size), if `sub_layer` is that MLP."""
         kind, layer = sub_layer
-        end = self.runtime.blocks[layer].end
-        if end is None or kind != "mlp":
+        layer_ending = self.runtime.blocks[layer].end
+        if layer_ending is None or kind != "mlp":
             return hidden
-        if self._inputs is None and self.runtime.layer_inputs is not None:
-            self._inputs = self.runtime.inputs_of([PassPlan(self.runtime, Rows(self.inputs, self.positions[0]))])
+        if self._layer_inputs is None and self.runtime.layer_inputs is not None:
+            self._layer_inputs = self.runtime.inputs_of([PassPlan(self.runtime, Rows(self.inputs, self.positions[0]))])
         rows = [position - self.positions[0] for position in positions]
-        inputs = None if self._inputs is None else self._inputs[rows]
-        return end.ended(hidden.flatten(0, -2), inputs).view_as(hidden)
+        layer_inputs = None if self._layer_inputs is None else self._layer_inputs[rows]
+        return layer_ending.ended(hidden.flatten(0, -2), layer_inputs).view_as(hidden)
 
     def delta(
         self,
@@ -218,15 +227,15 @@ class StudyPass:
         positions: Sequence[int],
         experts: int | None = None,
     ) -> Tensor:
-        """Return a sub-layer's output to be added to `hidden` (rows, hidden_size); the rows have these positions.
+        """Return the output that a sub-layer adds to `hidden` (rows, hidden_size), whose rows have these positions.
 
-        Args: experts: how many a row takes; None: as many as the model does.
+        Args: entered: the states at the start of the layer. experts: experts per row; None: as many as the model takes.
         """
         kind, layer = sub_layer
         block = self.runtime.blocks[layer]
         if kind not in block.kinds:
             return torch.zeros_like(hidden)
-        self.n_rows += len(positions) / self._n_sub_layers  # Whole, though some take fewer experts.
+        self.n_rows += len(positions) / self._n_sub_layers  # Rows with fewer experts count in full.
         if kind == "attn":
             group = self._plan_pass(positions, block.source == layer).group(block, frozenset({0}))
             inputs = normed(block.parts.attn_norm, hidden.to(block.device))
@@ -236,9 +245,10 @@ class StudyPass:
         return block.mlp(normed(block.parts.mlp_norm, inputs), parts)
 
     def _plan_pass(self, positions: Sequence[int], writes: bool) -> PassPlan:
-        """Return the plan of rows at positions, which read the committed slots before their own.
+        """Return the plan of rows at these positions, which read the committed slots before their position.
 
-        Args: writes: their own position is the scratch slot that they write; else it is the committed one, too.
+        Args: writes: each row also reads the scratch slot that it writes for its own position. If False, it reads the
+              committed slot of its own position.
         """
         key = writes, tuple(positions)
         if key not in self._plans:
@@ -263,12 +273,11 @@ def study(
     experts: ExpertLevels | None = None,
     whole_layers: bool = False,
 ) -> Study:
-    """Study the latest `window` generated tokens.
+    """Study the latest `window` generated tokens. The buffer must have `study_slots` free slots.
 
-    Args: sub_layers: those that a set may skip. savings: what each bit of a set saves, in any unit: of skipped
-          sub-layers, then of `experts`. skip_ratio: bounds what `clasp` skips. whole_layers: sets skip both sub-layers
-          of a layer, or none.
-          The buffer must have `study_rows` slots after the committed ones.
+    Args: sub_layers: those that a set may skip. savings: the cost that each bit of a set saves, as from `savings_of`,
+          in any unit. skip_ratio: maximum share of sub-layers that `clasp` skips. whole_layers: a set skips both
+          sub-layers of a layer or neither.
     """
     context.load.n_beside += 1
     study_pass = StudyPass(context, window)
@@ -283,27 +292,27 @@ def study(
         programs.append((knapsack_items(n_layers, sub_layers, savings, experts, whole_layers), token_indices))
     if kind != "similarity":
         programs.append((clasp_items(n_layers, sub_layers, skip_ratio), [window - 1]))
-    found_bits = [
+    path_bits = [
         bits
         for program, token_indices in programs
         for bits in extend_paths(study_pass, states, *program, token_indices).bits
     ]
-    found_sets = (tuple(int(index in bits) for index in range(len(savings))) for bits in found_bits if bits)
-    return Study(turns, tuple(dict.fromkeys(found_sets)), study_pass.n_rows)
+    sets = (tuple(int(index in bits) for index in range(len(savings))) for bits in path_bits if bits)
+    return Study(turns, tuple(dict.fromkeys(sets)), study_pass.n_rows)
 
 
-def study_rows(kind: StudyKind, window: int, n_layers: int) -> int:
+def study_slots(kind: StudyKind, window: int, n_layers: int) -> int:
     """Return the maximum number of buffer slots that `study` writes."""
     max_paths = {"similarity": 0, "knapsack": N_BUCKETS + 1, "clasp": n_layers}[kind]
     return max(window, max_paths * (1 if kind == "clasp" else N_STUDY_TOKENS))
 
 
 def max_study_rows(kind: StudyKind, window: int, n_layers: int, experts: ExpertLevels | None = None) -> int:
-    """Return the maximum rows of the model that `study` runs: the window's, and those of the paths it follows."""
+    """Return the maximum number of rows that `study` runs, in rows of the full model: the window's and the paths'."""
     programs = {"similarity": (), "knapsack": ("knapsack", "clasp"), "clasp": ("clasp",)}[kind]
-    # Each number of experts in each layer is one more MLP than the model has.
-    n_more = 0 if experts is None else len(experts.layers) * len(experts.numbers)
-    max_knapsack_rows = math.ceil((N_BUCKETS + 1) * N_STUDY_TOKENS * (1 + n_more / (2 * n_layers)))
+    # A path runs a layer's MLP once more for each number of experts.
+    n_extra_mlps = 0 if experts is None else len(experts.layers) * len(experts.numbers)
+    max_knapsack_rows = math.ceil((N_BUCKETS + 1) * N_STUDY_TOKENS * (1 + n_extra_mlps / (2 * n_layers)))
     max_path_rows = {"knapsack": max_knapsack_rows, "clasp": n_layers}
     return window + sum(max_path_rows[program] for program in programs)
 
@@ -315,45 +324,45 @@ def knapsack_items(
     experts: ExpertLevels | None = None,
     whole_layers: bool = False,
 ) -> Program:
-    """Return every sub-layer with its changes by measured costs, in depth order, and the largest weight that is saved.
+    """Return every sub-layer with its changes in depth order, and the maximum saved weight, for the knapsack.
 
     With `whole_layers` the items are layers, which are skipped as a whole.
 
-    Source: KnapSpec. DEVIATION: weights are whole buckets of the cost, 1 at least; KnapSpec counts attentions and
-    MLPs, whose costs it fits to the context's length. An MLP that is a mixture may take fewer experts, too.
+    Source: KnapSpec. DEVIATION: a weight is the saved cost in buckets, at least 1. KnapSpec counts skipped attention
+    and MLP sub-layers, with costs fitted to the context length. Here an MLP with experts may also take fewer of them.
     """
-    places = {sub_layer: place for place, sub_layer in enumerate(searched)}
-    bucket_cost = MAX_SAVED_SHARE * sum(savings[: len(places)]) / N_BUCKETS
+    bit_of = {sub_layer: bit for bit, sub_layer in enumerate(searched)}
+    bucket_cost = MAX_SAVED_SHARE * sum(savings[: len(bit_of)]) / N_BUCKETS
 
-    def change(bits: tuple[int, ...], number: int | None = None) -> Change:
-        saved = sum(savings[bit] for bit in bits)
-        return Change(bits, max(1, round(saved / bucket_cost)) if bucket_cost else 1, number)
+    def change(bits: tuple[int, ...], n_experts: int | None = None) -> Change:
+        saved_cost = sum(savings[bit] for bit in bits)
+        return Change(bits, max(1, round(saved_cost / bucket_cost)) if bucket_cost else 1, n_experts)
 
-    changes = {sub_layer: [change((place,))] for sub_layer, place in places.items()}
-    for layer, number, bits in () if experts is None else experts.changes(len(places)):
-        changes["mlp", layer].append(change(bits, number))
+    changes = {sub_layer: [change((bit,))] for sub_layer, bit in bit_of.items()}
+    for layer, n_experts, bits in () if experts is None else experts.changes(len(bit_of)):
+        changes["mlp", layer].append(change(bits, n_experts))
     sub_layers: list[SubLayer] = [(kind, layer) for layer in range(n_layers) for kind in ("attn", "mlp")]
     if whole_layers:
         items = []
         for layer in range(n_layers):
             pair: tuple[SubLayer, SubLayer] = ("attn", layer), ("mlp", layer)
-            bits = tuple(places[sub_layer] for sub_layer in pair if sub_layer in places)
+            bits = tuple(bit_of[sub_layer] for sub_layer in pair if sub_layer in bit_of)
             items.append(StudyItem(pair, (change(bits), *changes.get(pair[1], [])[1:]) if bits else ()))
         return items, N_BUCKETS
     return [StudyItem((sub_layer,), tuple(changes.get(sub_layer, ()))) for sub_layer in sub_layers], N_BUCKETS
 
 
 def clasp_items(n_layers: int, searched: Sequence[SubLayer], skip_ratio: float) -> Program:
-    """Return whole layers, all of one weight, and the number of them that is skipped at most.
+    """Return the layers as items of weight 1, and the maximum number of skipped layers, for CLaSp's program.
 
-    Source: CLaSp. DEVIATION: the number is not fixed; the program's sets of every smaller number are kept too, and the
-    window's last token stands for the last verified one.
+    Source: CLaSp. DEVIATION: CLaSp skips a fixed number of layers; here the sets of every smaller number are kept as
+    well. The window's last token stands for the last verified token.
     """
-    places = {sub_layer: place for place, sub_layer in enumerate(searched)}
+    bit_of = {sub_layer: bit for bit, sub_layer in enumerate(searched)}
     layers: list[tuple[SubLayer, SubLayer]] = [(("attn", layer), ("mlp", layer)) for layer in range(n_layers)]
     items = []
     for sub_layers in layers:
-        bits = tuple(places[sub_layer] for sub_layer in sub_layers if sub_layer in places)
+        bits = tuple(bit_of[sub_layer] for sub_layer in sub_layers if sub_layer in bit_of)
         items.append(StudyItem(sub_layers, (Change(bits, 1),) if bits else ()))
     n_searched = sum(bool(item.changes) for item in items)
     return items, round(skip_ratio * len(searched)) * n_searched // max(1, len(searched))
@@ -368,15 +377,18 @@ def extend_paths(
 ) -> _Paths:
     """Run the dynamic program: extend each path by each way to run an item; keep the nearest path per weight.
 
-    Near is the mean cosine, over the tokens, to the full model's state at that depth. This is greedy: the nearest here
-    need not lead to the nearest at the end.
+    Nearest means the highest cosine to the full model's state at that depth, averaged over the tokens. The program is
+    greedy: the path that is nearest at one depth need not lead to the nearest one at the end.
+
+    Args: states: of the full model, from `run_window`. capacity: maximum saved weight. token_indices: tokens of the
+          window whose states are followed.
     """
     token_index_list, positions = list(token_indices), [study_pass.positions[i] for i in token_indices]
     hidden = states[0][token_index_list][None]
     paths = _Paths([0], [frozenset()], hidden, hidden)
 
     def run(item: StudyItem, experts: int | None = None) -> Tensor:
-        """Return the states of all paths after an item."""
+        """Return the states of all paths after they run an item."""
         hidden = paths.hidden
         row_positions = positions * hidden.shape[0]
         for sub_layer in item.sub_layers:
@@ -384,46 +396,47 @@ def extend_paths(
                 sub_layer, hidden.flatten(0, 1), paths.entered.flatten(0, 1), row_positions, experts
             )
             hidden = hidden + delta.to(hidden.device).view_as(hidden)
-            hidden = study_pass.ended(sub_layer, hidden, row_positions)
+            hidden = study_pass.end_layer(sub_layer, hidden, row_positions)
         return hidden
 
-    def left_out(item: StudyItem) -> Tensor:
-        """Return the states of all paths that leave an item out."""
-        return study_pass.ended(item.sub_layers[-1], paths.hidden, positions * paths.hidden.shape[0])
+    def skip(item: StudyItem) -> Tensor:
+        """Return the states of all paths after they skip an item."""
+        return study_pass.end_layer(item.sub_layers[-1], paths.hidden, positions * paths.hidden.shape[0])
 
     depth = 0
     for item in items:
         if item.sub_layers[0][0] == "attn":
             paths.entered = paths.hidden
-        reached = [(Change((), 0), run(item))]
+        extensions = [(Change((), 0), run(item))]
         for change in item.changes:
-            reached.append((change, left_out(item) if change.experts is None else run(item, change.experts)))
+            extensions.append((change, skip(item) if change.experts is None else run(item, change.experts)))
         depth += len(item.sub_layers)
-        paths = _keep_nearest(paths, reached, capacity, states[depth][token_index_list])
+        paths = _keep_nearest(paths, extensions, capacity, states[depth][token_index_list])
     return paths
 
 
 def _keep_nearest(
-    paths: _Paths, reached: Sequence[tuple[Change, Tensor]], capacity: int, full_states: Tensor
+    paths: _Paths, extensions: Sequence[tuple[Change, Tensor]], capacity: int, full_states: Tensor
 ) -> _Paths:
-    """Return the nearest path for each weight.
+    """Return the nearest extended path for each saved weight up to `capacity`.
 
-    Args: reached: changes, the first of them none, with the states of all paths after each.
+    Args: extensions: changes with the states of all paths after each. full_states: (tokens, hidden_size) of the full
+          model.
     """
-    all_hidden = torch.cat([hidden for _, hidden in reached])
+    all_hidden = torch.cat([hidden for _, hidden in extensions])
     full = full_states.float()[None].to(all_hidden.device)
     cosines = F.cosine_similarity(all_hidden.float(), full, dim=-1).mean(dim=1).tolist()
     n_paths = len(paths.weights)
-    rows = [(path, change) for change, _ in reached for path in range(n_paths)]
+    rows = [(path, change) for change, _ in extensions for path in range(n_paths)]
     best_row: dict[int, int] = {}  # Saved weight -> its row in `all_hidden`.
     for row, (path, change) in enumerate(rows):
         weight = paths.weights[path] + change.weight
         if weight <= capacity and (weight not in best_row or cosines[row] > cosines[best_row[weight]]):
             best_row[weight] = row
-    kept = [best_row[weight] for weight in sorted(best_row)]
-    parents = [rows[row][0] for row in kept]
-    bits = [paths.bits[rows[row][0]].union(rows[row][1].bits) for row in kept]
-    return _Paths(sorted(best_row), bits, all_hidden[kept], paths.entered[parents])
+    nearest_rows = [best_row[weight] for weight in sorted(best_row)]
+    parents = [rows[row][0] for row in nearest_rows]
+    bits = [paths.bits[rows[row][0]].union(rows[row][1].bits) for row in nearest_rows]
+    return _Paths(sorted(best_row), bits, all_hidden[nearest_rows], paths.entered[parents])
 
 
 def _measure_turns(states: Sequence[Tensor], sub_layers: Sequence[SubLayer]) -> tuple[float, ...]:

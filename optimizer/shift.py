@@ -1,6 +1,6 @@
-"""Detection of distribution shift in a stream, from acceptance and from its prompts' hidden states.
+"""Detection of a distribution shift in a stream, from the acceptance rate and from the prompts' hidden states.
 
-After a shift, known sets of similar text are tried first.
+After a shift, the search first tries known layer sets of similar text.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ..core.types import NOT_WRITTEN, Completion
 
 N_LEARN = 3  # Completions from which the usual acceptance rate is learnt.
 ALARM = 4.0  # CUSUM height, in standard deviations, that signals a shift.
-# N_LEARN and ALARM for served requests: there are many short ones, and their acceptance rates vary by 0.2.
+# N_LEARN and ALARM for served requests: many are short, and their acceptance rates vary by 0.2.
 SERVED_N_LEARN, SERVED_ALARM = 8, 8.0
 FAR_ALARM_FACTOR = 0.375  # Factor on ALARM for prompts whose hidden states are far from the earlier ones.
 FAR_SPREADS = 3.0  # A prompt is far if its cosine to the earlier ones is this many deviations below usual.
@@ -41,7 +41,7 @@ PackedState = Annotated[
 
 @dataclass(slots=True)
 class RunningStats:
-    """Running mean and spread of values; with few values the spread is pulled towards a given prior."""
+    """Running mean and spread of values; few values leave the spread near a given prior."""
 
     n: int = 0
     mean: float = 0.0
@@ -63,11 +63,12 @@ class RunningStats:
 class AcceptanceChart(RunningStats):
     """A self-starting two-sided CUSUM chart of the completions' acceptance rates.
 
-    Each is compared with the mean and the spread of those before it, and then added to them, an outlier as two spreads:
-    the first texts of another kind would otherwise hide the rest. About 600 texts whose rates vary by 0.06 pass between
-    two false alarms; a fall from 0.8 to 0.55 is detected at the third or fourth. With the bounds for served requests
-    about 300 texts of HumanEval pass, whose rates vary by 0.2 (with the other bounds 50), and a fall from 0.8 to 0.5 is
-    detected at the sixth, 19 times of 20 by the seventeenth.
+    Each rate is compared with the mean and the spread of the earlier rates, then added to them. An outlier is added as
+    a deviation of two spreads: otherwise the first texts after a shift would hide the following ones.
+
+    Mean time between false alarms: 600 texts whose rates vary by 0.06. A fall from 0.8 to 0.55 is detected at the third
+    or fourth text. With the bounds for served requests: 300 texts of HumanEval, whose rates vary by 0.2 (50 with the
+    other bounds); a fall from 0.8 to 0.5 is detected at the sixth text, in 19 of 20 cases by the seventeenth.
 
     Source: E. S. Page, "Continuous inspection schemes", 1954; D. M. Hawkins, "Self-starting CUSUM charts", 1987.
     """
@@ -76,11 +77,11 @@ class AcceptanceChart(RunningStats):
     fall: float = 0.0
 
     def add(self, accepted: int, drafted: int, alarm: float = ALARM, n_learn: int = N_LEARN) -> bool:
-        """Add a completion; return True if a CUSUM exceeds `alarm`, which signals a shift."""
+        """Add a completion; return whether a CUSUM exceeds `alarm`, which signals a shift."""
         acceptance_rate = accepted / drafted
         if self.n >= n_learn:
             spread = self.spread(USUAL_SPREAD)
-            # Sampling variance of a completion's rate: large for short completions.
+            # Sampling variance of the completion's rate, which is large for short completions.
             sampling_variance = self.mean * (1 - self.mean) / drafted
             deviation = (acceptance_rate - self.mean) / sqrt((spread**2 + sampling_variance) * (1 + 1 / self.n))
             deviation = max(-MAX_DEVIATION, min(MAX_DEVIATION, deviation))
@@ -92,34 +93,32 @@ class AcceptanceChart(RunningStats):
 
 
 class ReadPrompt(NamedTuple):
-    """State when a prompt was read: the chart for its completion, and whether it is far from earlier prompts."""
+    """The state of a `ShiftWatch` when a prompt was read, for the prompt's completion."""
 
-    chart: AcceptanceChart | None  # None: the layer set may change during the completion.
-    is_far: bool
+    chart: AcceptanceChart | None  # Chart that counts the completion; None: its layer set may change meanwhile.
+    is_far: bool  # Whether the prompt's hidden state is far from the earlier ones.
 
 
 @dataclass(slots=True)
 class ShiftWatch(Record):
-    """One task's stream: the chart of its acceptance since the search ended, and the sets of its earlier kinds of text.
+    """Detects shifts of one task's stream.
 
-    A lasting change of acceptance is a shift. Where the prompts' hidden states are far from those before, a smaller
-    change is enough, and several such prompts in a row are a shift by themselves: a search in progress would mix the
-    kinds, and a set that is still accepted may not be the fastest for the new one. `known` are sets from elsewhere,
-    such as the store's; they and the chart's bounds are no part of the JSON object. A set's state is the mean of its
-    prompts' states.
+    A lasting change of the acceptance rate is a shift. While prompts have hidden states far from the earlier ones, a
+    smaller change is enough. Several far prompts in a row are a shift regardless of acceptance: a search in progress
+    would mix two kinds of text, and a set that is still accepted may not be the fastest for the new kind.
     """
 
     COMPLETE: ClassVar = True
 
-    known: Sequence[KnownSet] = field(default=(), metadata=NOT_WRITTEN)
+    known: Sequence[KnownSet] = field(default=(), metadata=NOT_WRITTEN)  # Layer sets from elsewhere, as the store's.
     alarm: float = field(default_factory=lambda: ALARM, metadata=NOT_WRITTEN)
     n_learn: int = field(default=N_LEARN, metadata=NOT_WRITTEN)
-    chart: AcceptanceChart = field(default_factory=AcceptanceChart)
-    # Sets used before earlier shifts of this stream, with their texts' states.
+    chart: AcceptanceChart = field(default_factory=AcceptanceChart)  # Completions since the search ended.
+    # Sets used before earlier shifts of this stream, each with the mean hidden state of its prompts.
     left: list[tuple[LayerSet, PackedState]] = field(default_factory=list)
-    latest: PackedState = ()  # State of the prompt read last.
+    latest: PackedState = ()  # State of the latest prompt.
     settled: bool = False  # Whether the search had ended when that prompt was read.
-    # Cosines of the prompts to the mean of the earlier ones.
+    # Cosines of the prompts' states to the mean state of the earlier prompts.
     nearness: RunningStats = field(default_factory=RunningStats)
     n_far: int = 0  # Number of consecutive far prompts, up to the latest.
     elsewhere: PackedState = ()  # Sum of these far prompts' states.
@@ -130,14 +129,15 @@ class ShiftWatch(Record):
         """Mean hidden state of the prompts since the latest shift; None before the first prompt."""
         return round_to_single(unit(self.total)) if self.total else None
 
-    def add_prompt(self, state: Sequence[float], settled: bool, goes_on: bool = False) -> ReadPrompt:
-        """Add a prompt's mean hidden state, and whether all of its completion will be drafted with one set.
+    def add_prompt(self, state: Sequence[float], settled: bool, is_later_turn: bool = False) -> ReadPrompt:
+        """Add a prompt.
 
-        Args:    goes_on: it is a later turn of a chat, whose state does not count.
-        Returns: what `add` takes with its completion.
+        Args:    state: the prompt's mean hidden state. settled: the search has ended, so that one layer set drafts the
+                 whole completion. is_later_turn: the prompt is a later turn of a chat, whose state does not count.
+        Returns: the argument for `add` with the prompt's completion.
         """
         self.settled = settled
-        if not goes_on:
+        if not is_later_turn:
             self._compare_prompt(state)
         return self._last_read_prompt
 
@@ -148,27 +148,26 @@ class ShiftWatch(Record):
     def _compare_prompt(self, state: Sequence[float]) -> None:
         """Decide whether a prompt is far from the earlier ones, and update the sums."""
         self.latest = round_to_single(unit(state))
-        mean_state, usual_cosines = self.state, self.nearness
+        mean_state, cosines = self.state, self.nearness
         if mean_state is not None:
             cosine = sum(map(mul, mean_state, self.latest))
-            if usual_cosines.n >= N_LEARN and cosine < usual_cosines.mean - FAR_SPREADS * usual_cosines.spread(
-                USUAL_COSINE_SPREAD
-            ):
+            min_near_cosine = cosines.mean - FAR_SPREADS * cosines.spread(USUAL_COSINE_SPREAD)
+            if cosines.n >= N_LEARN and cosine < min_near_cosine:
                 self.n_far += 1
                 self.elsewhere = _add_states(self.elsewhere, self.latest)
                 return
-            usual_cosines.count(cosine)
+            cosines.count(cosine)
         self.n_far, self.elsewhere = 0, ()
         self.total = _add_states(self.total, self.latest)
 
     def add(self, completion: Completion, prompt: ReadPrompt | None = None) -> str:
-        """Add the completion of a prompt, by default the one read last; return in words what has changed, or "".
+        """Add the completion of a prompt, by default the latest; return the reason of a shift in words, or "".
 
-        It does not count where a shift has come since its prompt was read.
+        A completion does not count if a shift came after its prompt was read.
         """
         chart, is_far = prompt or self._last_read_prompt
         if self.n_far >= FAR_PROMPTS:
-            return f"{self.n_far} prompts in a row lie elsewhere than those before"
+            return f"{self.n_far} prompts in a row have hidden states far from the earlier ones"
         mean_before, alarm = self.chart.mean, self.alarm * (FAR_ALARM_FACTOR if is_far else 1.0)
         if chart is not self.chart or not completion.drafted:
             return ""
@@ -179,13 +178,16 @@ class ShiftWatch(Record):
         return f"acceptance {direction} from {mean_before:.2f} to {acceptance_rate:.2f}"
 
     def restart(self, layer_set: LayerSet) -> list[LayerSet]:
-        """Remember the set in use for the text before the shift; return the known sets nearest to the text after it."""
+        """Start anew after a shift; return the known sets whose text is most similar to the new text.
+
+        `layer_set`, the set in use, is remembered for the text before the shift.
+        """
         state_before, state_after = self.state, self.elsewhere or self.latest
-        nearest_sets = nearest(
-            [*starmap(KnownSet, self.left), *self.known], round_to_single(unit(state_after)), N_NEAREST_SETS
-        )
+        known_sets = [*starmap(KnownSet, self.left), *self.known]
+        nearest_sets = nearest(known_sets, round_to_single(unit(state_after)), N_NEAREST_SETS)
         if state_before is not None:
-            self.left = [*(left_set for left_set in self.left if left_set[0] != layer_set), (layer_set, state_before)]
+            other_sets = [earlier for earlier in self.left if earlier[0] != layer_set]
+            self.left = [*other_sets, (layer_set, state_before)]
         self.chart, self.nearness = AcceptanceChart(), RunningStats()
         self.total, self.elsewhere, self.n_far, self.settled = state_after, (), 0, False
         return nearest_sets

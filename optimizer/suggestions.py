@@ -1,9 +1,9 @@
-"""The suggestion process, `python -m swiftopt.optimizer.suggestions`: which layer set to try next, by earlier scores.
+"""The suggestion process, `python -m swiftopt.optimizer.suggestions`: suggests the next layer set from the scores.
 
-One JSON object per line goes each way. A request names the `engine`, one of the functions `gp`, `cube` and `tpe`, and
-holds its `seed`, `n_skipped`, all `scores` so far (pairs of a 0/1 string and a score) and the sets being scored
-(`pending`: 0/1 strings); the answer is `{"bits": [0, 1, …]}` or `{"error": "…"}`. It depends on the request alone.
-Self-SD's search uses `next_point`, too.
+It reads requests from standard input and writes answers to standard output, one JSON object per line. A request has the
+name of an `engine` (`gp`, `cube` or `tpe`), a `seed`, `n_skipped`, all `scores` so far (pairs of a 0/1 string and a
+score), and the sets that are being scored (`pending`, 0/1 strings). The answer is `{"bits": [0, 1, …]}` or
+`{"error": "…"}`, and depends only on the request. Self-SD's search also uses `next_point`.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ Value = Callable[[Array], Array]  # Maps points (n, size) to upper confidence bo
 
 NICENESS = 10  # Added to the process's nice value, so that decoding gets the CPU first.
 
-# Times with these limits on one core: 0.08 s per suggestion in 56 dimensions (30 layers), 0.04 s in 156 (80 layers).
-# Spread over β = 25 steps, that is at most a tenth of a random step's cost. Quality on a noisy objective (56
-# dimensions, 300 steps, 12 seeds): within 2 % of a search with 300 points and three climbs over all exchanges.
+# With these limits a suggestion takes 0.08 s on one core in 56 dimensions (30 layers), 0.04 s in 156 (80 layers).
+# Spread over the interval of β = 25 steps, that is at most a tenth of a random step's cost. Quality on a noisy
+# objective (56 dimensions, 300 steps, 12 seeds): within 2 % of 300 points and three climbs over all exchanges.
 MAX_POINTS = 200
 N_RESTARTS = 0  # Additional starts for fitting the kernel's length scale.
 N_RANDOM = 100  # Random layer sets; climbs start from the best of them if no set was scored yet.
@@ -40,44 +40,43 @@ MAX_CLIMB_STEPS = 64
 
 LIBRARY_NOISE, PUBLISHED_NOISE = 1e-6, 1e-2  # `alpha` in bayesian-optimization and in SWIFT's code (set_gp_params).
 KAPPA = 2.5  # Weight of the standard deviation in the upper confidence bound, as in SWIFT's code.
-# Assumed share of noise in the scores' variance. Each score comes from one window of text, and with less assumed noise
-# the process follows lucky windows: after 100 noise-free steps in 56 dimensions the best true score was 0.95 of the
-# optimum with 0.3, and 0.89 with 0.05.
+# Assumed share of noise in the scores' variance. A score comes from one window of text; if less noise is assumed, the
+# search follows lucky windows. After 100 noise-free steps in 56 dimensions the best true score was 0.95 of the optimum
+# with 0.3, and 0.89 with 0.05.
 NOISE = 0.3
 
-# Times on one core, in 56 dimensions (30 layers): 0.2 s per suggestion at 300 points, 0.6 s at 1000; in 156 dimensions
-# (80 layers): 1.5 s at 1000. Optuna's default sampler found better sets than `multivariate=False` at equal cost (0.91
-# against 0.88 of the optimum in 150 steps).
+# A suggestion of Optuna's sampler takes 0.2 s on one core at 300 points and 0.6 s at 1000 in 56 dimensions (30 layers),
+# 1.5 s at 1000 points in 156 dimensions (80 layers). Its default settings found better sets than `multivariate=False`
+# at equal cost (0.91 of the optimum against 0.88, in 150 steps).
 MAX_TPE_POINTS = 1000
 
 
-# Search engines. Each imports its library inside its function, because the import takes seconds. Arguments: scored sets
-# (at least one), sets that are being scored, number of sub-layers to skip, seed.
+# Engines. Each imports its library inside its function, because the import takes seconds. Arguments: scored sets (at
+# least one), sets that are being scored, number of sub-layers to skip, seed.
 
 
 def gp(scores: Iterable[tuple[Bits, float]], pending: Sequence[Bits], n_skipped: int, seed: int) -> Bits:
     """Return the layer set of `n_skipped` sub-layers with the highest upper confidence bound of a Gaussian process.
 
-    DEVIATION: SWIFT maximises it over the continuous cube, skips the largest coordinates, and registers the continuous
-    point. Here it is maximised over layer sets, by exchanges, so that a score belongs to the set that was run. On a
-    separable objective (56 dimensions, 28 suggestions) this reached 1.00 of the optimum instead of 0.98, in a tenth of
-    the time: a numeric gradient in the cube costs 57 predictions per step.
+    DEVIATION: SWIFT maximises the bound over the continuous cube, skips the largest coordinates, and registers the
+    continuous point. Here the bound is maximised over layer sets by exchanges, so that a score belongs to the set that
+    was run. On a separable objective (56 dimensions, 28 suggestions) this reached 1.00 of the optimum instead of 0.98,
+    in a tenth of the time: a numeric gradient in the cube costs 57 predictions per step.
     """
     from sklearn.gaussian_process import GaussianProcessRegressor
     from sklearn.gaussian_process.kernels import Matern
 
     points = points_of(scores, MAX_POINTS)
     mean = sum(score for _, score in points) / len(points)
-    # Give pending sets the mean score, so that they are not suggested again.
+    # Pending sets count with the mean score, so that they are not suggested again.
     score_of_set = {bits: mean for bits in pending} | dict(points)
     known_rows, known_scores = np.array(list(score_of_set), dtype=float), np.array(list(score_of_set.values()))
     known_bytes = {row.tobytes() for row in known_rows}
     random_state = np.random.RandomState(seed)
-    gaussian_process = (
-        GaussianProcessRegressor(  # As in bayesian-optimization, except for alpha and n_restarts_optimizer.
-            Matern(nu=2.5), normalize_y=True, random_state=random_state, alpha=NOISE, n_restarts_optimizer=N_RESTARTS
-        ).fit(known_rows, known_scores)
-    )
+    # The settings are those of bayesian-optimization, except for alpha and n_restarts_optimizer.
+    gaussian_process = GaussianProcessRegressor(
+        Matern(nu=2.5), normalize_y=True, random_state=random_state, alpha=NOISE, n_restarts_optimizer=N_RESTARTS
+    ).fit(known_rows, known_scores)
     generator = np.random.default_rng(random_state.randint(2**32, dtype=np.uint32))
 
     def upper_bound(candidates: Array) -> Array:
@@ -96,7 +95,9 @@ def gp(scores: Iterable[tuple[Bits, float]], pending: Sequence[Bits], n_skipped:
 
 
 def climb(start: Array, value: Value, rng: np.random.Generator) -> tuple[Array, float]:
-    """Hill-climb: exchange a skipped and a kept sub-layer, taking the best exchange, until none improves the bound.
+    """Climb to a layer set with a locally highest bound: apply the best exchange until none improves the bound.
+
+    An exchange skips a sub-layer that was kept, and keeps one that was skipped.
 
     Returns: the set and its bound.
     """
@@ -125,10 +126,10 @@ def exchanges(row: Array, rng: np.random.Generator) -> Array:
 
 
 def cube(scores: Iterable[tuple[Bits, float]], pending: Sequence[Bits], n_skipped: int, seed: int) -> Bits:
-    """Return the `n_skipped` largest coordinates of the point with the highest bound, as SWIFT's code does (Eq. 2).
+    """Skip the `n_skipped` largest coordinates of the point with the highest bound, as SWIFT's code does (Eq. 2).
 
-    DEVIATION: the points that the process knows are the 0/1 sets that were run, where the published code registers the
-    continuous point that it was given. `pending` is not used, for it is asked for one candidate at a time.
+    DEVIATION: the process is fitted to the 0/1 sets that were run; the published code registers the continuous points.
+    `pending` is not used, because this engine is asked for one candidate at a time.
     """
     point = next_point(scores, seed, PUBLISHED_NOISE, max_points=None)
     chosen_indices = set(np.argsort(-point, kind="stable")[:n_skipped].tolist())
@@ -141,11 +142,12 @@ def next_point(
     noise: float = LIBRARY_NOISE,
     max_points: int | None = MAX_POINTS,
 ) -> Array:
-    """Return the point of the unit cube with the highest upper confidence bound (bayesian-optimization 3.4).
+    """Return the point of the unit cube with the highest upper confidence bound, as bayesian-optimization 3.4 does.
 
-    `noise` is the library's `alpha`, and `max_points` the number of scored points that it sees (None: all). The class
-    `BayesianOptimization` gives the same bits in twice the time: in each of thousands of predictions it checks whether
-    the coordinates are numbers, and scikit-learn checks its settings.
+    The library's class `BayesianOptimization` returns the same point, but takes twice as long: it and scikit-learn
+    check coordinates and settings at each of thousands of predictions.
+
+    Args: noise: the library's `alpha`. max_points: maximum number of scored points to use; None: all.
     """
     from bayes_opt.acquisition import UpperConfidenceBound
     from bayes_opt.target_space import TargetSpace
@@ -170,7 +172,7 @@ def next_point(
 def tpe(scores: Iterable[tuple[Bits, float]], pending: Sequence[Bits], n_skipped: int, seed: int) -> Bits:
     """Return a layer set suggested by Optuna's tree-structured Parzen estimator.
 
-    `pending` is not used: the estimator draws, so two suggestions differ anyway.
+    `pending` is not used: the estimator draws at random, so two suggestions differ anyway.
     """
     import optuna
     from optuna.distributions import BaseDistribution, CategoricalDistribution
@@ -181,7 +183,7 @@ def tpe(scores: Iterable[tuple[Bits, float]], pending: Sequence[Bits], n_skipped
     space: dict[str, BaseDistribution] = {name: CategoricalDistribution((0, 1)) for name in names}
     study = optuna.create_study(direction="maximize", sampler=optuna.samplers.TPESampler(seed=seed))
     for bits, score in points:
-        # Add the repaired suggestion, which was actually scored, not the original one.
+        # These are the sets that were scored, after `repair`, not the estimator's original suggestions.
         params = dict(zip(names, bits, strict=True))
         study.add_trial(optuna.trial.create_trial(params=params, distributions=space, value=score))
     trial = study.ask(space)
@@ -189,7 +191,7 @@ def tpe(scores: Iterable[tuple[Bits, float]], pending: Sequence[Bits], n_skipped
 
 
 def repair(bits: Sequence[int], n_skipped: int, rng: random.Random) -> Bits:
-    """Flip the minimum number of random bits to get `n_skipped` skipped sub-layers."""
+    """Return `bits` with `n_skipped` ones: flips as few bits as possible, chosen at random."""
     surplus = sum(bits) - n_skipped
     flippable = [index for index, bit in enumerate(bits) if bit == int(surplus > 0)]
     flipped_indices = set(rng.sample(flippable, abs(surplus)))
@@ -197,10 +199,10 @@ def repair(bits: Sequence[int], n_skipped: int, rng: random.Random) -> Bits:
 
 
 def points_of(scores: Iterable[tuple[P, float]], limit: int | None) -> list[tuple[P, float]]:
-    """Return at most `limit` sets with their mean scores: the best of the older ones, then the latest (two thirds).
+    """Return at most `limit` sets with their mean scores: the latest ones (two thirds), after the best older ones.
 
-    A set scored twice saw two windows of text; its mean is the better estimate, and bayesian-optimization takes no
-    point twice. Its latest score gives its place in the order.
+    Scores of one set come from several windows of text, so their mean is the better estimate, and
+    bayesian-optimization accepts each point only once. The order is that of the sets' latest scores.
     """
     by_set: dict[P, list[float]] = {}
     for bits, score in scores:
@@ -218,7 +220,7 @@ ENGINES = {"gp": gp, "cube": cube, "tpe": tpe}
 
 
 def suggest(request: Mapping[str, Any]) -> Bits:
-    """Suggest a layer set."""
+    """Return the layer set that a request's engine suggests, as bits."""
     scores = [(_parse_bits(text), score) for text, score in request["scores"]]
     pending = [_parse_bits(text) for text in request["pending"]]
     return ENGINES[request["engine"]](scores, pending, request["n_skipped"], request["seed"])
@@ -232,15 +234,15 @@ def main() -> None:
     """Answer requests until the standard input ends."""
     os.nice(NICENESS)
     warnings.simplefilter("ignore")  # Hide scikit-learn's warnings about fits that end at a bound.
-    # Disable garbage collection until the first answer: it takes a sixth of the time to load the libraries.
+    # Disable garbage collection until the first answer, because it takes a sixth of the libraries' loading time.
     gc.disable()
     replies = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # Redirect output of libraries to stderr: stdout carries the answers.
+    os.dup2(2, 1)  # Redirect what libraries print to stderr, because stdout carries the answers.
     for line in sys.stdin:
         try:
             reply: dict[str, Any] = {"bits": suggest(json.loads(line))}
         except Exception as error:
-            # Report any error: the parent process logs it and continues without a suggestion.
+            # The parent process logs the error and continues without a suggestion.
             reply = {"error": f"{type(error).__name__}: {error}"}
         replies.write(json.dumps(reply) + "\n")
         replies.flush()

@@ -1,4 +1,4 @@
-"""A tuned task, of a stream or of served traffic, and the state of a run's tasks and prompts in flight."""
+"""A tuned task, of a stream or of served traffic, and the state of a run's tasks and prompts in progress."""
 
 from __future__ import annotations
 
@@ -25,18 +25,22 @@ from .search import Search
 from .shift import AcceptanceChart, ReadPrompt, ShiftWatch
 from .verdict import Pair, Timed, TimedTurn, speed
 
-VERSION = 5
+VERSION = 5  # Version of the checkpoint format.
 COUNTERS = ("tokens", "seconds", "drafted", "accepted", "rounds", "n_prompts", "n_tokens", "paces")
 
 
 def sub_layers_of(runtime: Runtime) -> tuple[SubLayer, ...]:
-    """Return the sub-layers that a draft may leave out, of those that the model has: some layers have one alone.
+    """Return the sub-layers of the model that a draft may skip.
 
-    Attention whose keys and values other layers read is never left out.
+    They exclude the first and the last layer, sub-layers that a layer does not have, and attention whose keys and
+    values other layers read.
     """
-    givers = {("attn", layer) for layer in runtime.givers}
-    inner = (one for one in searchable(runtime.n_layers) if one not in givers)
-    return tuple((kind, layer) for kind, layer in inner if kind in runtime.blocks[layer].kinds)
+    shared_attention = {("attn", layer) for layer in runtime.givers}
+    return tuple(
+        (kind, layer)
+        for kind, layer in searchable(runtime.n_layers)
+        if (kind, layer) not in shared_attention and kind in runtime.blocks[layer].kinds
+    )
 
 
 @dataclass(slots=True)
@@ -58,29 +62,38 @@ class TunedTask:
         start: LayerSet | None = None,
         n_tokens: int | None = None,
     ) -> Self:
-        """Begin a search; arguments as for `Search` and `ShiftWatch`.
+        """Begin a task's search; arguments as for `Search` and `ShiftWatch`.
 
-        Raises: UnsupportedModel: `settings.exportable`, and no set of this model is a checkpoint.
+        Raises: UnsupportedModel: `settings.exportable` is set, and this model cannot be exported with skipped layers.
         """
         skip_ratio = settings.start_skip_ratio(runtime.info.n_parameters)
         if settings.exportable:
             check_restackable(runtime.hf_model.config)
+        # Models that mix attention with recurrent layers skip whole layers. For Qwen3.5, 4 % of the drafted tokens are
+        # accepted if all attention is skipped, and twelve times as many with whole layers (arXiv:2605.01106).
+        whole_layers = runtime.mixes_in_turns and not runtime.family.alone
         search = Search(
-            *(name, runtime.whole, sub_layers_of(runtime), settings, skip_ratio, costs, start, n_tokens),
+            name,
+            runtime.whole,
+            sub_layers_of(runtime),
+            settings,
+            skip_ratio,
+            costs,
+            start,
+            n_tokens,
             parallel=runtime.parallel,
-            # Of drafts of Qwen3.5 without any attention 4 % are accepted, and twelve times that with whole layers left
-            # out. Source: arXiv:2605.01106.
-            whole_layers=runtime.mixes_in_turns and not runtime.family.alone,
+            whole_layers=whole_layers,
         )
         return cls(name, search, ShiftWatch(known))
 
-    def add_prompt(self, prefilled: Prefilled, goes_on: bool = False) -> ReadPrompt | None:
-        """Record the hidden state of a prompt that was read, if known; see `ShiftWatch.add_prompt`."""
+    def add_prompt(self, prefilled: Prefilled, is_later_turn: bool = False) -> ReadPrompt | None:
+        """Record a prompt's hidden state if the prefill computed it; see `ShiftWatch.add_prompt`."""
         if prefilled.state is None:
             return None
-        return self.shift.add_prompt(prefilled.state.tolist(), settled=not self.search.optimising, goes_on=goes_on)
+        is_settled = not self.search.optimising
+        return self.shift.add_prompt(prefilled.state.tolist(), is_settled, is_later_turn)
 
-    def shifted_by(self, completion: Completion, prompt: ReadPrompt | None = None) -> StreamShifted | None:
+    def add_completion(self, completion: Completion, prompt: ReadPrompt | None = None) -> StreamShifted | None:
         """Record a prompt's completion; if it signals a shift, restart the search and return the event."""
         reason = self.shift.add(completion, prompt)
         if not reason:
@@ -91,9 +104,9 @@ class TunedTask:
     def record(
         self, model: str, runtime: Runtime, verdict: Verdict, pairs: Sequence[tuple[Timed, Timed]]
     ) -> LayerSetRecord:
-        """Describe the set in use, with the verdict on it.
+        """Return the record of the set in use with its verdict.
 
-        Args: model: the name that the caller used. pairs: plain and drafted runs of a text, which the verdict is of.
+        Args: model: the name that the caller used. pairs: the (plain, drafted) runs that the verdict is based on.
         """
         interval = verdict.interval
         return LayerSetRecord(
@@ -116,14 +129,15 @@ class TunedTask:
 
 @dataclass(slots=True)
 class TaskState(TunedTask):
-    """One task of a run: the sums over its completions, its phase, and its verdict's pairs so far.
+    """One task of a tuning run: sums over its rounds and completions, its phase, and the runs of its verdict so far.
 
-    `judged` are the prompts of the verdict with their places in the stream, chats as far as they fit the context: the
-    first `n_held_out` were never served, the others joined them when the verdict began. `timed` are the pairs of each
-    run of a prompt, in their order; `learnt` is the state of the verdict's drafter after its latest pair.
+    `tokens`, `seconds`, `drafted`, `accepted` and `rounds` are sums over rounds, `n_prompts` and `n_tokens` over
+    completions.
     """
 
-    judged: list[tuple[int, Prompt]] = field(default_factory=list)
+    # Prompts of the verdict with their positions in the stream; chats are cut to the turns that fit the context. The
+    # first `n_held_out` were never served.
+    verdict_prompts: list[tuple[int, Prompt]] = field(default_factory=list)
     n_held_out: int = 0
     phase: Any = ""
     tokens: int = 0
@@ -135,23 +149,20 @@ class TaskState(TunedTask):
     n_prompts: int = 0
     n_tokens: int = 0
     paces: Sequence[float] = ()  # Tokens per second of each prompt.
-    timed: list[list[Pair]] = field(default_factory=list)
-    learnt: dict[str, Any] | None = None
+    timed_pairs: list[list[Pair]] = field(default_factory=list)  # For each run of a verdict's prompt, its turns.
+    drafter_state: dict[str, Any] | None = None  # State of the verdict's drafter after the latest pair.
 
     def hold_out(self, prompts: Sequence[tuple[int, Prompt]]) -> None:
         """Set prompts aside for the verdict, with their positions in the stream."""
-        self.judged, self.n_held_out = list(prompts), len(prompts)
+        self.verdict_prompts, self.n_held_out = list(prompts), len(prompts)
 
     def add_unscored(self, served: Sequence[tuple[int, Prompt]]) -> None:
-        """Let the latest of the `served` prompts that the search has scored nothing on join those held out.
+        """Add to the verdict the latest served prompts on which no candidate was scored, at most `n_held_out`."""
+        scored_ids = {trial.prompt_id for trial in self.search.trials}
+        unscored = [(index, prompt) for index, prompt in served if prompt.id not in scored_ids]
+        self.verdict_prompts += unscored[max(0, len(unscored) - self.n_held_out) :]
 
-        They are as many as were held out, at most.
-        """
-        scored = {trial.prompt_id for trial in self.search.trials}
-        unscored = [(index, prompt) for index, prompt in served if prompt.id not in scored]
-        self.judged += unscored[max(0, len(unscored) - self.n_held_out) :]
-
-    def count(self, round_: Round) -> None:
+    def count_round(self, round_: Round) -> None:
         """Add a round to the sums."""
         self.tokens += len(round_.token_ids)
         self.drafted += round_.n_steps
@@ -191,16 +202,15 @@ class TaskState(TunedTask):
         tuned: Sequence[Completion] = (),
         turns: Sequence[TimedTurn] = (),
     ) -> TaskFinished:
-        """Return the task's result: figures of the `tuned` completions, else of the prompts served so far.
+        """Return the task's result.
 
-        Args: turns: what the verdict was made of.
+        Args: tuned: completions that α and M are computed from; if empty, they are computed from the rounds so far.
+              turns: the timed turns that the verdict is based on.
         """
         n_drafted, n_accepted, n_passes, n_tokens = self.drafted, self.accepted, self.rounds, self.tokens
         if tuned:
-            n_drafted, n_accepted = (
-                sum(completion.drafted for completion in tuned),
-                sum(completion.accepted for completion in tuned),
-            )
+            n_drafted = sum(completion.drafted for completion in tuned)
+            n_accepted = sum(completion.accepted for completion in tuned)
             n_passes = sum(completion.target_passes for completion in tuned)
             n_tokens = sum(completion.n_decoded for completion in tuned)
         record = replace(
@@ -224,36 +234,39 @@ class TaskState(TunedTask):
         )
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain values for `restore`; texts only of the latest prompt's turns, which its next turn will see."""
-        timed = [[[pair.plain.to_json(), pair.tuned.to_json()] for pair in pairs] for pairs in self.timed]
-        for pair in chain.from_iterable(timed[:-1]):
-            for run in pair:
-                run["text"] = ""
+        """Return JSON values for `restore`.
+
+        Only the latest prompt's pairs keep their texts: its next turn needs them.
+        """
+        timed = [[[pair.plain.to_json(), pair.tuned.to_json()] for pair in pairs] for pairs in self.timed_pairs]
+        for completion in chain.from_iterable(chain.from_iterable(timed[:-1])):
+            completion["text"] = ""
         return {
             **{name: getattr(self, name) for name in COUNTERS},
             "timings": self.timings.to_json(),
             "search": self.search.state(),
             "shift": self.shift.to_json(),
-            "learnt": self.learnt,
+            "learnt": self.drafter_state,
             "timed": timed,
-            "judged": [[index, n_turns(prompt)] for index, prompt in self.judged],
+            "judged": [[index, n_turns(prompt)] for index, prompt in self.verdict_prompts],
         }
 
     def restore(self, values: Mapping[str, Any], trials: Sequence[Trial], prompts: Sequence[Prompt]) -> None:
-        """Continue from `to_json` of the same task of the stream of `prompts`, and its trials in their order."""
+        """Continue from `to_json` of the same task.
+
+        Args: trials: the task's trials up to then, in order. prompts: the whole stream.
+        """
         for name in COUNTERS:
             setattr(self, name, values[name])
         self.timings = Timings.from_json(values["timings"])
-        self.timed = [[Pair(*map(Completion.from_json, pair)) for pair in pairs] for pairs in values["timed"]]
-        self.learnt = values["learnt"]
-        judged_prompts = [
-            (int(index), prompts[int(index)], int(n_turns_judged)) for index, n_turns_judged in values["judged"]
-        ]
-        if [index for index, _ in self.judged] != [index for index, _, _ in judged_prompts[: self.n_held_out]]:
+        self.timed_pairs = [[Pair(*map(Completion.from_json, pair)) for pair in pairs] for pairs in values["timed"]]
+        self.drafter_state = values["learnt"]
+        turns_by_index = [(int(index), int(n_judged_turns)) for index, n_judged_turns in values["judged"]]
+        if [index for index, _ in self.verdict_prompts] != [index for index, _ in turns_by_index[: self.n_held_out]]:
             raise ValueError("other prompts were held out")
-        self.judged = [
-            (index, replace(prompt, turns=prompt.turns[:n_turns_judged]))
-            for index, prompt, n_turns_judged in judged_prompts
+        self.verdict_prompts = [
+            (index, replace(prompts[index], turns=prompts[index].turns[:n_judged_turns]))
+            for index, n_judged_turns in turns_by_index
         ]
         self.search.restore(values["search"], trials)
         self.shift = replace(ShiftWatch.from_json(values["shift"]), known=self.shift.known)
@@ -261,24 +274,20 @@ class TaskState(TunedTask):
 
 @dataclass(slots=True)
 class PromptInProgress:
-    """A prompt that is being decoded: the answers of its finished turns, and the position in the next turn.
-
-    `resume_from` is where an earlier process left that turn, `context` the turn in progress, `read` what was known when
-    its prompt was read.
-    """
+    """A prompt that is being decoded: the answers of its finished turns, and the turn in progress."""
 
     answers: list[str] = field(default_factory=list)
-    resume_from: ResumePoint | None = None
-    context: Context | None = None
-    read: ReadPrompt | None = None
+    resume_from: ResumePoint | None = None  # Where an earlier process left the turn in progress.
+    context: Context | None = None  # Of the turn in progress, after its prefill.
+    read: ReadPrompt | None = None  # State of the task's shift detection when the prompt was read.
 
-    def answered(self, text: str) -> None:
-        """Count a finished turn."""
-        self.answers.append(text)
+    def finish_turn(self, answer: str) -> None:
+        """Record the answer of the turn in progress."""
+        self.answers.append(answer)
         self.resume_from = self.context = None
 
     def to_json(self, chart: AcceptanceChart) -> dict[str, Any]:
-        """Return plain values for `from_json`; `chart` is the present one of its task, as there."""
+        """Return JSON values for `from_json`; `chart` is the current acceptance chart of the prompt's task."""
         read_state = None if self.read is None else [self.read.chart is chart, self.read.is_far]
         resume_point = self.resume_from if self.context is None else self.context.resume_point()
         resume_values = adapter(ResumePoint | None).dump_python(
@@ -288,12 +297,12 @@ class PromptInProgress:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any], prompt: Prompt, chart: AcceptanceChart) -> PromptInProgress:
-        """Restore the state in which an earlier process of this run left `prompt`."""
+        """Return the state in which an earlier process of this run left `prompt`."""
         answers, resume_point = list(values["answers"]), adapter(ResumePoint | None).validate_python(values["begun"])
         if len(answers) >= n_turns(prompt):
-            raise ValueError("the prompt in flight has no turn left")
+            raise ValueError("the prompt in progress has no turn left")
         if resume_point is not None and not resume_point.token_ids:
-            raise ValueError("a prompt that was begun has no tokens")
+            raise ValueError("a prompt in progress has no tokens")
         counts_for_chart, is_far = values["read"] or (False, False)
         return cls(answers, resume_point, read=ReadPrompt(chart if counts_for_chart else None, is_far))
 
@@ -306,22 +315,25 @@ def refuse_unreadable_state() -> Iterator[None]:
     except SettingsError:
         raise
     except (AttributeError, LookupError, TypeError, ValueError) as error:
-        words = " ".join(repr(error).split())
-        raise SettingsError(f"the checkpoint of this run cannot be read ({words}): start the run anew") from error
+        detail = " ".join(repr(error).split())
+        raise SettingsError(f"the checkpoint of this run cannot be read ({detail}): start the run anew") from error
 
 
-def check(start: Mapping[str, Any], n_layers: int, n_prompts: int, tasks: Collection[str]) -> None:
-    """Raises: SettingsError: the checkpoint belongs to another format version, model or stream."""
+def check_start(start: Mapping[str, Any], n_layers: int, n_prompts: int, tasks: Collection[str]) -> None:
+    """Check that a snapshot belongs to this run.
+
+    Raises: SettingsError: it belongs to another format version, model or stream.
+    """
     problem = ""
     if start["version"] != VERSION:
-        problem = f"has version {start['version']!r}, and this swiftopt reads version {VERSION}: start the run anew"
+        problem = f"has version {start['version']!r}, but this swiftopt reads version {VERSION}: start the run anew"
     elif start["n_layers"] != n_layers:
         problem = (
-            f"is of a model with {start['n_layers']} layers, but this one has {n_layers}: give the run's own model"
+            f"belongs to a model with {start['n_layers']} layers, but this model has {n_layers}: use the run's model"
         )
     elif (names := sorted([*start["concluded"], *start["tasks"]])) != sorted(tasks) or start["n_prompts"] != n_prompts:
-        problem = f"is of a stream of {start['n_prompts']} prompts in the tasks {names},"
-        problem += f" but this one has {n_prompts} in {sorted(tasks)}: give the run's own stream"
+        problem = f"belongs to a stream of {start['n_prompts']} prompts in the tasks {names},"
+        problem += f" but this stream has {n_prompts} in {sorted(tasks)}: use the run's stream"
     if problem:
         raise SettingsError(f"the checkpoint of this run {problem}")
 

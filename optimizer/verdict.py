@@ -1,6 +1,6 @@
-"""The verdict: plain and tuned decoding side by side on prompts that the search did not see.
+"""The verdict on a tuned draft: plain and tuned decoding, timed in turns on prompts that the search did not score.
 
-Its figures are also those of other engines' benchmarks, which need no torch.
+Benchmarks of other engines use its statistics too, so this module does not import torch.
 """
 
 from __future__ import annotations
@@ -24,23 +24,26 @@ if TYPE_CHECKING:
     from ..decoding.events import Round
     from ..decoding.session import Session
 
-E = TypeVar("E")
+E = TypeVar("E")  # Events of decoding.
 T = TypeVar("T")
 Array = NDArray[np.float64]
 
 ERROR_RATE = 0.05  # Error probability of a 95 % interval, and of all interim tests of a verdict together.
-# Error-spending function: an interim test after the share t of all runs has spent ERROR * t ** SPENDING_POWER.
+# Error-spending function: after a share t of all runs, ERROR_RATE * t ** SPENDING_POWER has been spent.
 SPENDING_POWER = 2
 MAX_RUNS = 32  # Maximum runs of each kind (plain, tuned) in a verdict.
 MIN_SECONDS = 1e-12  # Minimum seconds of a run, against division by zero.
 MAX_LOG_RATIO = 99.0  # Bound on the logarithm of an interval's end, against overflow with two very different prompts.
-MIN_HELD_OUT, HELD_OUT_SHARE, MAX_HELD_OUT = 8, 0.2, 16
+MIN_HELD_OUT, HELD_OUT_SHARE, MAX_HELD_OUT = 8, 0.2, 16  # Prompts held out for a verdict; the share is of the task's.
 
 
 def hold_out(prompts: Sequence[T]) -> tuple[list[T], list[T]]:
-    """Split one task's prompts: those to tune on, and the last max(8, 20 %), at most 16 and half, for the verdict."""
-    n_wanted = max(MIN_HELD_OUT, -(-len(prompts) // round(1 / HELD_OUT_SHARE)))
-    n_held_out = min(n_wanted, MAX_HELD_OUT, len(prompts) // 2)
+    """Split one task's prompts into those to tune on and, from the end, those held out for the verdict.
+
+    A fifth is held out, but at least 8 and at most 16 prompts, and never more than half.
+    """
+    n_share = -(-len(prompts) // round(1 / HELD_OUT_SHARE))
+    n_held_out = min(max(MIN_HELD_OUT, n_share), MAX_HELD_OUT, len(prompts) // 2)
     return list(prompts[: len(prompts) - n_held_out]), list(prompts[len(prompts) - n_held_out :])
 
 
@@ -55,9 +58,9 @@ class Pair:
 def in_pairs(
     session: Session, prompt: Prompt, method: Method, tuned_first: bool, earlier: Sequence[Pair]
 ) -> Iterator[Round | tuple[Prompt, Pair]]:
-    """Decode a prompt's turns after the `earlier` ones, each plain and with `method` before the next begins.
+    """Decode the turns of a prompt after the `earlier` ones; each is decoded plain and with `method` before the next.
 
-    Yields every round, and each turn's prompt and pair.
+    Yields: every round, and after each turn its prompt and pair.
     """
     from ..decoding.engine import side_by_side
     from ..decoding.events import Round, Turn
@@ -98,7 +101,7 @@ class Timed:
 
 
 class TimedTurn(NamedTuple):
-    """One turn of a prompt under both ways of decoding."""
+    """One turn of a prompt under plain and under tuned decoding."""
 
     plain: Timed
     tuned: Timed
@@ -109,7 +112,7 @@ class TimedTurn(NamedTuple):
 
 
 def faster(first: Timed, second: Timed) -> Timed:
-    """Return the faster of two runs of one prompt, as other load on the machine only adds time."""
+    """Return the faster of two runs of one prompt: the other one was slowed down by other load on the machine."""
     return min(first, second, key=lambda run: run.seconds / max(1, run.tokens))
 
 
@@ -121,7 +124,7 @@ def speed_ratio(fast: Sequence[Timed], slow: Sequence[Timed]) -> float:
 def speed_interval(
     fast: Sequence[Timed], slow: Sequence[Timed], error: float = ERROR_RATE
 ) -> tuple[float, float] | None:
-    """Return the confidence interval of `speed_ratio` over prompts, one pair of runs each; None if too few."""
+    """Return the confidence interval of `speed_ratio` from one pair of runs per prompt; None for too few prompts."""
     rows = [
         (fast_run.tokens, fast_run.seconds, slow_run.tokens, slow_run.seconds)
         for fast_run, slow_run in zip(fast, slow, strict=True)
@@ -137,7 +140,7 @@ def speed_interval(
 def ratio_interval(
     rows: ArrayLike, log_ratio: Callable[[Array], Array], error: float = ERROR_RATE
 ) -> tuple[float, float] | None:
-    """Return the jackknife interval of a ratio of sums over prompts, computed on the logarithm."""
+    """Return the jackknife interval of a ratio of sums over prompts, computed on the ratio's logarithm."""
     interval = jackknife_interval(rows, log_ratio, error)
     return interval and (math.exp(max(-MAX_LOG_RATIO, interval[0])), math.exp(min(MAX_LOG_RATIO, interval[1])))
 
@@ -145,13 +148,11 @@ def ratio_interval(
 def jackknife_interval(
     rows: ArrayLike, statistic: Callable[[Array], Array], error: float = ERROR_RATE
 ) -> tuple[float, float] | None:
-    """Return the jackknife t interval of a statistic of sums over prompts, which holds for few prompts as well.
+    """Return the jackknife t interval of a statistic of sums over prompts; it is valid for few prompts too.
 
-    None where the spread is not known: of one prompt,
-    or where the statistic does not exist without one of them.
-
-    Args: rows: what is summed, (prompts, columns). statistic: of sums (..., columns), their values (...).
-          error: chance that the interval misses, of both sides together.
+    Args:    rows: the summands, shape (prompts, columns). statistic: maps sums (..., columns) to values (...). error:
+             probability that the interval misses the true value, on both sides together.
+    Returns: None if the spread is unknown: with one prompt, or if the statistic is undefined without one of them.
     """
     from scipy.special import stdtrit
 
@@ -159,7 +160,7 @@ def jackknife_interval(
     n_rows, sums = len(row_values), row_values.sum(axis=0)
     if n_rows < 2:
         return None
-    # The sums without a prompt are zero if that prompt has all the tokens.
+    # If one prompt has all the tokens, the sums without it are zero.
     with np.errstate(divide="ignore", invalid="ignore"):
         estimate, leave_one_out = float(statistic(sums)), statistic(sums - row_values)
         pseudo_values = n_rows * estimate - (n_rows - 1) * leave_one_out
@@ -168,7 +169,7 @@ def jackknife_interval(
 
 
 def judge(tuned: Sequence[Timed], plain: Sequence[Timed], expected: float | None, error: float = ERROR_RATE) -> Verdict:
-    """Return "use" only if the whole interval is above 1, and "unmeasured" where nothing was held out."""
+    """Return the verdict "use" if the whole interval is above 1, "unmeasured" without prompts, else "plain"."""
     n_prompts = len(tuned)
     if not n_prompts:
         return Verdict("unmeasured", reason="the stream has too few prompts to hold any out")
@@ -187,42 +188,39 @@ def speed(runs: Sequence[Timed]) -> float:
     return sum(run.tokens for run in runs) / max(MIN_SECONDS, sum(run.seconds for run in runs))
 
 
-# --- interim tests: an open verdict gets more runs, and all tests together have the error of one 95 % interval
+# --- interim tests: an undecided verdict gets more runs; all tests together have the error of one 95 % interval
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
-    """One interim test of a verdict: its prompts, the indices of their runs, and the error of its interval."""
+class InterimTest:
+    """One interim test of a verdict: its prompts, which of their runs to time, and the error of its interval."""
 
     prompts: range
     runs: range
     error: float
 
 
-def looks_of(n_held_out: int, n_more: int = 0) -> list[Look]:
-    """Plan a verdict's interim tests ("looks") on `n_held_out` prompts and `n_more` others not scored by the search.
+def plan_interim_tests(n_held_out: int, n_more: int = 0) -> list[InterimTest]:
+    """Plan the interim tests of a verdict on `n_held_out` prompts and `n_more` others that the search did not score.
 
-    The held-out prompts are timed first, then the others, then all of them once more, then twice more, as long as that
-    is within `MAX_RUNS`. The error is spent by Kim and DeMets' power family (Biometrika 74, 1987, 149-154), an
-    error-spending rule as of Lan and DeMets (Biometrika 70, 1983, 659-663): after a share t of the planned runs
-    `ERROR_RATE` · t^2 is spent. A look's interval has the error that is newly spent. By the union bound the false
-    answers of all looks then add up to `ERROR_RATE` at most, however the looks depend on each other.
+    The held-out prompts are timed first, then the others, then all of them once more, then twice more, as long as the
+    runs do not exceed `MAX_RUNS`. The tests share the error probability by the power family of Kim and DeMets
+    (Biometrika 74, 1987, 149-154), an error-spending function in the sense of Lan and DeMets (Biometrika 70, 1983,
+    659-663): after a share t of the planned runs, `ERROR_RATE` · t^2 has been spent. The interval of a test has the
+    error that is newly spent, so by the union bound the probability of any false answer is at most `ERROR_RATE`,
+    however the tests depend on each other.
     """
-    held_out, later_prompts, all_prompts = (
-        range(n_held_out),
-        range(n_held_out, n_held_out + n_more),
-        range(n_held_out + n_more),
-    )
-    look_ranges = [(held_out, range(1)), (later_prompts, range(1))]
-    if len(all_prompts) > 1:  # The spread between prompts is unknown with one prompt, however often it runs.
-        look_ranges += [(all_prompts, range(1, 2)), (all_prompts, range(2, 4))]
-    look_ranges = [(prompts, runs) for prompts, runs in look_ranges if prompts]
-    n_runs_so_far = [
-        n_runs for n_runs in accumulate(len(prompts) * len(runs) for prompts, runs in look_ranges) if n_runs <= MAX_RUNS
-    ]
-    spent_errors = [0.0, *(ERROR_RATE * (n_runs / n_runs_so_far[-1]) ** SPENDING_POWER for n_runs in n_runs_so_far)]
-    errors = (spent_after - spent_before for spent_before, spent_after in pairwise(spent_errors))
-    return [Look(prompts, runs, error) for (prompts, runs), error in zip(look_ranges, errors, strict=False)]
+    held_out, others = range(n_held_out), range(n_held_out, n_held_out + n_more)
+    all_prompts = range(n_held_out + n_more)
+    test_ranges = [(held_out, range(1)), (others, range(1))]
+    if len(all_prompts) > 1:  # More runs of a single prompt do not show the spread between prompts.
+        test_ranges += [(all_prompts, range(1, 2)), (all_prompts, range(2, 4))]
+    test_ranges = [(prompts, runs) for prompts, runs in test_ranges if prompts]
+    total_runs = accumulate(len(prompts) * len(runs) for prompts, runs in test_ranges)
+    total_runs_planned = [n_runs for n_runs in total_runs if n_runs <= MAX_RUNS]
+    spent = [ERROR_RATE * (n_runs / total_runs_planned[-1]) ** SPENDING_POWER for n_runs in total_runs_planned]
+    errors = (spent_after - spent_before for spent_before, spent_after in pairwise([0.0, *spent]))
+    return [InterimTest(prompts, runs, error) for (prompts, runs), error in zip(test_ranges, errors, strict=False)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,33 +231,28 @@ class JudgedTurns:
     turns: Sequence[TimedTurn]
 
 
-# Measures a look: yields the events of decoding; returns (prompt number, timed turns) for each run.
-Measure = Callable[[Look], Generator[E, None, Iterable[tuple[int, Sequence[TimedTurn]]]]]
+# Times the runs of an interim test. Yields the events of decoding; returns (prompt index, timed turns) for each run.
+MeasureRuns = Callable[[InterimTest], Generator[E, None, Iterable[tuple[int, Sequence[TimedTurn]]]]]
 
 
-def by_looks(looks: Sequence[Look], measure: Measure[E]) -> Generator[E, None, JudgedTurns]:
-    """Return the verdict of the first look that decides, or of the last one; passes on the events of `measure`."""
-    fastest: dict[int, Sequence[TimedTurn]] = {}
+def run_interim_tests(tests: Sequence[InterimTest], measure: MeasureRuns[E]) -> Generator[E, None, JudgedTurns]:
+    """Run the tests until one decides; return its verdict, or the last one's. Yields the events of `measure`."""
+    fastest_turns: dict[int, Sequence[TimedTurn]] = {}  # By prompt index.
     verdict = judge([], [], None)
-    for look in looks:
-        for prompt_index, turns in (yield from measure(look)):
-            fastest_before = fastest.get(prompt_index, turns)
-            run_pairs = zip(fastest_before, turns, strict=True)
-            fastest[prompt_index] = [TimedTurn(*map(faster, earlier, latest)) for earlier, latest in run_pairs]
-        # Sum the turns of a chat into one run: they are correlated, and counted singly they would make the interval too
+    for test in tests:
+        for prompt_index, turns in (yield from measure(test)):
+            turn_pairs = zip(fastest_turns.get(prompt_index, turns), turns, strict=True)
+            fastest_turns[prompt_index] = [TimedTurn(*map(faster, earlier, latest)) for earlier, latest in turn_pairs]
+        # Add the turns of a chat up to one run. They are correlated: as separate runs they would make the interval too
         # narrow.
-        totals_by_prompt = [
-            TimedTurn(*(reduce(add, runs) for runs in zip(*turns, strict=True))) for turns in fastest.values()
+        prompt_totals = [
+            TimedTurn(*(reduce(add, runs) for runs in zip(*turns, strict=True))) for turns in fastest_turns.values()
         ]
-        verdict = judge(
-            [prompt_turns.tuned for prompt_turns in totals_by_prompt],
-            [prompt_turns.plain for prompt_turns in totals_by_prompt],
-            None,
-            look.error,
-        )
+        tuned, plain = [total.tuned for total in prompt_totals], [total.plain for total in prompt_totals]
+        verdict = judge(tuned, plain, None, test.error)
         if not is_open(verdict):
             break
-    return JudgedTurns(verdict, [*chain.from_iterable(fastest.values())])
+    return JudgedTurns(verdict, [*chain.from_iterable(fastest_turns.values())])
 
 
 def is_open(verdict: Verdict) -> bool:

@@ -1,6 +1,6 @@
-"""Checks of a tuning job before it is queued or run: refuse jobs whose files or settings cannot work.
+"""Checks of a tuning job before it is queued or run, which refuse jobs whose files or settings cannot work.
 
-The checks need neither torch nor the network. The CLI, the API, the dashboard and workers share them.
+The CLI, the API, the dashboard and workers share them. They need neither torch nor the network.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from ..models.sources import check_names, check_placement, known_folder, resolve
 from ..models.stores import STORES
 from ..optimizer.strategies import strategy_info
 
-MODEL_FOLDERS = "SWIFTOPT_MODEL_FOLDERS"  # Variable: folders, with colons, under which a queued job's model may lie.
+# Environment variable with the folders, separated by colons, that may contain the models of queued jobs.
+MODEL_FOLDERS = "SWIFTOPT_MODEL_FOLDERS"
 
 
 def check_tuning(
@@ -28,18 +29,18 @@ def check_tuning(
 ) -> None:
     """Refuse a job that no worker could complete.
 
-    Args:   runs_elsewhere: workers may be on other machines, with files that are not on this one. queued: it came by a
-            request, so that `check_place` holds.
-    Raises: StreamError: there is no prompt. SettingsError, InvalidInput, ContextOverflow: a setting does not fit the
-        others, the prompts or the model. ModelNotFound, UnsupportedModel: the model cannot be loaded.
+    Args:   runs_elsewhere: workers may be on other machines, with files that this one does not have. queued: the job
+            came with a request, so its model must lie in an allowed folder.
+    Raises: StreamError: there is no prompt. SettingsError, InvalidInput, ContextOverflow: a setting contradicts the
+            other settings, the prompts or the model. ModelNotFound, UnsupportedModel: the model cannot be loaded.
     """
     if queued:
-        check_place(request.model)
+        check_model_folder(request.model)
     if not prompts:
         raise StreamError("there is no prompt to tune on: give at least one")
     settings = request.settings
     strategy_info(settings.strategy)
-    _check_room(request, prompts)
+    _check_completion_length(request, prompts)
     if settings.draft_format == "fp8" and request.device == "cpu" and request.speed == "exact":
         raise SettingsError(FP8_ON_CPU, "settings.draft_format")
     path = os.path.expanduser(request.model)
@@ -53,12 +54,12 @@ def check_tuning(
         check_prompts(folder, texts, prompts, request.max_new_tokens, biased)
 
 
-def check_place(model: str) -> None:
-    """Refuse a path outside of the folders of SWIFTOPT_MODEL_FOLDERS, if it is set, as a model or as an adapter's base.
+def check_model_folder(model: str) -> None:
+    """Refuse a model, or an adapter's base model, whose path is outside the folders of SWIFTOPT_MODEL_FOLDERS.
 
-    Aliases, hub ids and names in stores are no paths.
+    Aliases, hub ids and names in stores are not paths. Without the variable, all folders are allowed.
 
-    Raises: SettingsError: the path leads outside. ModelNotFound, UnsupportedModel: as `resolve`, of an adapter.
+    Raises: SettingsError: the path is outside. ModelNotFound, UnsupportedModel: from `resolve`, for an adapter.
     """
     folders = [os.path.realpath(name) for name in os.environ.get(MODEL_FOLDERS, "").split(os.pathsep) if name]
     path = os.path.expanduser(model)
@@ -71,22 +72,25 @@ def check_place(model: str) -> None:
         _refuse_outside(base.location, folders, f"the base {base.name} of the adapter {model}")
 
 
-def _refuse_outside(path: str, folders: Sequence[str], what: str) -> None:
+def _refuse_outside(path: str, folders: Sequence[str], description: str) -> None:
     if not any(Path(os.path.realpath(path)).is_relative_to(folder) for folder in folders):
         raise SettingsError(
-            f"{what} lies outside of the folders for models of jobs ({', '.join(folders)}): move it into one of them,"
-            f" or name them in {MODEL_FOLDERS} of the API and its workers",
+            f"{description} is outside the folders for models of jobs ({', '.join(folders)}): move it into one of them,"
+            f" or add its folder to {MODEL_FOLDERS} of the API and its workers",
             "model",
         )
 
 
-def _check_room(request: TuneRequest, prompts: Sequence[Prompt]) -> None:
-    """Raises: SettingsError: completions are no longer than the context window, too short for a search."""
+def _check_completion_length(request: TuneRequest, prompts: Sequence[Prompt]) -> None:
+    """Check that some completions are longer than the context window, as a search needs.
+
+    Raises: SettingsError: all are too short.
+    """
     window = request.settings.context_window
-    longest = max(prompt.max_new_tokens or request.max_new_tokens for prompt in prompts)
-    if request.settings.optimise and longest <= window:
+    max_new_tokens = max(prompt.max_new_tokens or request.max_new_tokens for prompt in prompts)
+    if request.settings.optimise and max_new_tokens <= window:
         raise SettingsError(
-            f"max_new_tokens {longest} leaves nothing to decode after the context window of {window} tokens: raise"
-            " max_new_tokens above it, or lower context_window",
+            f"max_new_tokens {max_new_tokens} leaves nothing to decode after the context window of {window} tokens:"
+            " raise max_new_tokens above it, or lower context_window",
             "max_new_tokens",
         )

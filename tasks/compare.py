@@ -1,4 +1,4 @@
-"""Compare methods on one stream: prepare their parts, run them alternately, and make the best one the task's plan."""
+"""Compare methods on one stream: prepare their parts, run them alternately, and store the best one as the plan."""
 
 from __future__ import annotations
 
@@ -32,20 +32,20 @@ from .report import SCHEMA, Figures, Interleaved, OnRun, Runs, by_ratio, decoder
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Entry:
-    """A method of the comparison, or a peer (`method` is None). `error` says why it cannot run."""
+    """A method of the comparison, or one of transformers' own (`method` is None)."""
 
     name: str
     method: Method | None = None
     recipe: Recipe | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)
-    error: str | None = None
+    error: str | None = None  # Why it cannot run.
 
 
 class Comparison:
-    """Compare methods, from loading to the report.
+    """Compares methods, from loading the model to the report.
 
-    Args: others: further prompts for brief searches and trainings, which otherwise use the compared prompts.
-          on_plain: called with plain decoding's seconds for the first prompt, before any part is made.
+    Args: others: prompts for brief searches and trainings, which otherwise use the compared prompts. on_plain: called
+          with plain decoding's seconds for the first prompt, before any part is made.
     """
 
     def __init__(
@@ -66,9 +66,9 @@ class Comparison:
         self._quality: dict[tuple[str, str], float] = {}  # Scores of judged answers, by (prompt, answer).
 
     def run(self) -> dict[str, Any]:
-        """Return the object that `swiftopt compare --json` prints; `interrupted` if Ctrl-C came while methods ran.
+        """Return the object that `swiftopt compare --json` prints; `interrupted` is true if Ctrl-C stopped the runs.
 
-        Raises: InvalidInput: the draft model's tokenizer is not the target's, or a prompt does not fit.
+        Raises: InvalidInput: the draft model's tokenizer is not the target's, or a prompt does not fit the context.
         """
         request = self.request
         session, draft = self.session, self.draft = open_models(request, self.prompts, self.store, self.on_step)
@@ -79,9 +79,9 @@ class Comparison:
         parts_store = self.store if request.keep else None
         presets = {preset.method: preset for preset in map(preset_of, request.presets)}
         preset_settings = {name: preset.settings for name, preset in presets.items()}
-        making_prompts = self.others or self.prompts
+        training_prompts = self.others or self.prompts
         recipes = MakingRecipes(
-            session, self.store, draft, request.model, self.task, making_prompts, parts_store, self.on_step, presets
+            session, self.store, draft, request.model, self.task, training_prompts, parts_store, self.on_step, presets
         )
         entries = [
             make_entry(name, recipes, {**preset_settings.get(name, {}), **request.settings.get(name, {})})
@@ -97,40 +97,41 @@ class Comparison:
         is_complete = runs.run()
         if is_complete:
             self.on_step("perplexity of the outputs under the model")
-        self._nll = cache(lambda number, ids: nll(session.runtime, session.encode(self.prompts[number]), ids))
+        prompts = self.prompts
+        self._nll = cache(lambda number, token_ids: nll(session.runtime, session.encode(prompts[number]), token_ids))
         rows = [self._row(entry, runs.runs, is_complete) for entry in entries]
         report = self._report(by_ratio(rows), recipes, meter.source, is_complete)
         recipes_by_name = {entry.name: entry.recipe for entry in entries if entry.recipe is not None}
         return with_plan(report, rows, recipes_by_name, session.runtime.info.fingerprint, parts_store)
 
-    def _row_without_timings(self, entry: Entry) -> Figures:
-        """Return the entry's row without timings; call it after the runs, to include the memory they allocated."""
+    def _base_row(self, entry: Entry) -> Figures:
+        """Return the entry's row without timings; call it after the runs, to include the memory that they allocated."""
         if entry.name in PEERS:
-            size = self.draft.info.n_parameters if entry.name == "hf-assisted" and self.draft is not None else 0
-            return Figures(entry.name, PEERS[entry.name], extra_parameters=size)
+            n_extra = self.draft.info.n_parameters if entry.name == "hf-assisted" and self.draft is not None else 0
+            return Figures(entry.name, PEERS[entry.name], extra_parameters=n_extra)
         method = method_info(entry.name)
         row = Figures(entry.name, method.title, method.lossy, settings=entry.settings)
         if entry.method is None or entry.recipe is None:
             return row
         resources, session = entry.recipe.parts, self.session
         n_trained = 0 if entry.recipe.learned is None else entry.recipe.learned.n_parameters
-        drafting = 0 if resources.draft_runtime is None else resources.draft_runtime.info.n_parameters
+        n_drafting = 0 if resources.draft_runtime is None else resources.draft_runtime.info.n_parameters
         n_bytes = extra_bytes(entry.method, session.runtime, self.n_positions, session.max_new_tokens)
-        return replace(row, extra_parameters=n_trained + drafting, extra_bytes=n_bytes)
+        return replace(row, extra_parameters=n_trained + n_drafting, extra_bytes=n_bytes)
 
     def _row(self, entry: Entry, runs: Mapping[str, Runs], is_complete: bool) -> Figures:
-        """Return the entry's row; after Ctrl-C without perplexities, which take time to compute."""
-        row_so_far = self._row_without_timings(entry)
+        """Return the entry's row; after Ctrl-C without figures that take time to compute, as perplexities."""
+        base_row = self._base_row(entry)
         if entry.error is not None:
-            return row_so_far.missing(len(self.prompts), entry.error)
+            return base_row.unmeasured(len(self.prompts), entry.error)
         method_runs, method = runs[entry.name], entry.method
         row = figures(
-            row_so_far,
+            base_row,
             method_runs,
             runs[BASE],
             len(self.prompts),
             self._nll if is_complete else None,
-            # When sampling, ratio-test verifiers draw different tokens than plain decoding does with the same seed.
+            # When sampling, verifiers by ratio tests draw other tokens than plain decoding does with the same seed.
             keeps_tokens=self.session.sampling.greedy or method is None or isinstance(method.verifier, TargetWalk),
             predicts_early=method is not None and method_info(entry.name).predicts_early,
             samples=self.request.samples,
@@ -139,26 +140,26 @@ class Comparison:
         if is_complete and self.measure is not None:
             row = replace(row, **qualities(self._scores(method_runs), self.request.samples))
         if is_complete and row.reason is None and row.prompts < row.of:
-            return replace(row, reason="for it is less than half as fast as plain decoding")
+            return replace(row, reason="because it is less than half as fast as plain decoding")
         return row
 
     def _costs_of(self, runs: Runs) -> CostProfile | None:
         """Return the costs of passes with the runs' layer sets, measured if not stored; None if no run has one.
 
-        Runs whose drafter estimates its own costs are left out.
+        Runs whose drafter estimates its costs itself are ignored.
         """
         completions = [run.completion for run in runs.by_prompt.values() if run.completion is not None]
-        sets = {
+        layer_sets = {
             completion.layer_set
             for completion in completions
             if completion.layer_set is not None and completion.estimated_cost is None
         }
-        formats = {name for layer_set in sets for _, name in layer_set.formats}
+        formats = {name for layer_set in layer_sets for _, name in layer_set.formats}
         runtime, store = self.session.runtime, self.store
-        return stored_costs(runtime, store, self.n_positions, self.on_step, formats) if sets else None
+        return stored_costs(runtime, store, self.n_positions, self.on_step, formats) if layer_sets else None
 
     def _scores(self, runs: Runs) -> dict[int, float]:
-        """Return prompt number -> quality of its answer; equal answers are judged once."""
+        """Return the quality of each prompt's answer by prompt number; equal answers are judged once."""
         scores = {}
         for number, run in runs.by_prompt.items():
             prompt = self.prompts[number]
@@ -198,7 +199,7 @@ class Comparison:
 
 
 def training_prompts_words(others: Sequence[Prompt]) -> str:
-    """Return which prompts brief searches and trainings used, in words."""
+    """Describe on which prompts brief searches and trainings ran."""
     return "other prompts" if others else "the compared prompts"
 
 
@@ -243,7 +244,7 @@ def open_models(
 
 
 def make_entry(name: str, recipes: MakingRecipes, overrides: Mapping[str, Any]) -> Entry:
-    """Build a method. The `overrides` settings override its defaults or the settings stored with its layer set."""
+    """Build a method; `overrides` replace its default settings, or those stored with its layer set."""
     if name in PEERS:
         return Entry(name)
     try:

@@ -21,14 +21,14 @@ from ..core.types import Prompt
 if TYPE_CHECKING:
     from ..store import Jobs
 
-PEEK_S = 1.0  # Seconds between two reads of the verb (pause, stop, ...) that users asked for.
+PEEK_S = 1.0  # Seconds between two reads of the verb (pause, stop, …) that a user sent to the job.
 RENEW_S = 5.0  # Seconds between two renewals of the lease.
 GRACE_S = 0.5  # Seconds for the work to stop after its lease was lost, before the process is killed.
-# Longest wait for an unreachable database. After it the attempt fails and another worker continues the job.
+# Longest wait for an unreachable database. Then the attempt fails, and another worker continues the job.
 PATIENCE_S = 600.0
-LONGEST_WAIT_S = 5.0
+MAX_RETRY_INTERVAL_S = 5.0  # Maximum seconds between two tries of a query.
 
-ModelTurn = Callable[[], AbstractContextManager[None]]  # Context in which only the calling thread may run the model.
+ModelTurn = Callable[[], AbstractContextManager[None]]  # Context in which only the calling thread may use the model.
 T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
@@ -47,10 +47,12 @@ class Paused(Exception):
 
 
 class LeaseKeeper:
-    """Renew a lease in a thread; a context manager around the work.
+    """Renews a lease in a thread while the work runs in its context.
 
-    `wanted` is the latest verb sent to the job. `lost` is set once the attempt was replaced or its job has ended; with
-    `fatal` the process is then killed after GRACE_S, because another process may use the device.
+    `wanted` is the latest verb that was sent to the job. `lost` is true once the attempt was replaced or its job has
+    ended.
+
+    Args: fatal: kill the process GRACE_S after the lease was lost, because another process may use the device now.
     """
 
     def __init__(self, jobs: Jobs, lease: Lease, *, fatal: bool) -> None:
@@ -82,7 +84,7 @@ class LeaseKeeper:
                 self.lost = True
                 break
             except StoreError as error:
-                # Keep working: without the database no other worker can take the job either.
+                # The work goes on: without the database, no other worker can take the job either.
                 logger.warning("lease=not renewed job=%s reason=%r", self._lease.job, str(error))
         if self.lost and self._fatal and not self._done.wait(GRACE_S):
             log_state(self._lease, state_without_lease(self._jobs, self._lease))
@@ -98,9 +100,9 @@ def state_without_lease(jobs: Jobs, lease: Lease) -> str:
 
 
 def log_state(lease: Lease, state: str, error: BaseException | str = "", reason: str = "", **fields: object) -> None:
-    """Log the state of a job at an attempt: a line of key=value, and the traceback of an unexpected error.
+    """Log the state of a job's attempt as one line of key=value pairs, with the traceback of an unexpected error.
 
-    Args:   error: logged by its class name, or as it is if it is a text. fields: further key=value pairs.
+    Args:   error: an exception, logged by its class name, or a text. fields: further key=value pairs.
     """
     values = {"job": lease.job, "attempt": lease.attempt, "state": state, **fields}
     if error:
@@ -112,7 +114,7 @@ def log_state(lease: Lease, state: str, error: BaseException | str = "", reason:
 
 
 def with_retries(query: Callable[[], T], patience_s: float = PATIENCE_S) -> T:
-    """Call `query`, and retry it while the database cannot be reached.
+    """Return the result of `query`; retry it while the database is unreachable.
 
     Raises: StoreUnavailable: the database stayed unreachable for `patience_s`.
     """
@@ -123,7 +125,7 @@ def with_retries(query: Callable[[], T], patience_s: float = PATIENCE_S) -> T:
 
     attempts = Retrying(
         retry=retry_if_exception_type(StoreUnavailable),
-        wait=wait_random_exponential(multiplier=0.2, max=LONGEST_WAIT_S),
+        wait=wait_random_exponential(multiplier=0.2, max=MAX_RETRY_INTERVAL_S),
         stop=stop_after_delay(patience_s),
         before_sleep=log,
         reraise=True,
@@ -134,9 +136,9 @@ def with_retries(query: Callable[[], T], patience_s: float = PATIENCE_S) -> T:
 def tune_spec(
     request: TuneRequest, prompts: Sequence[Prompt], queue: str | None, idempotency_key: str | None = None
 ) -> JobSpec:
-    """Describe a tuning job for the store: the request with its prompts, so that workers read no stream file.
+    """Return a tuning job for the store: the request with its prompts, so that workers need no stream file.
 
-    A model's local path is made absolute, for workers in other folders.
+    A local path of a model is made absolute, because workers run in other folders.
     """
     if os.path.exists(path := os.path.expanduser(request.model)):
         request = replace(request, model=os.path.abspath(path))

@@ -1,7 +1,7 @@
-"""Run a program that a model wrote, given on standard input: `python -I judged_program.py MARK SECONDS`.
+"""Run a program that a model wrote, from standard input: `python -I judged_program.py MARK SECONDS`.
 
-Prints the mark last if the program ends without an error. The program is confined as far as the system allows: no
-network, no file written or removed, a GiB of memory, some seconds of processor time.
+Prints MARK as the last line if the program ends without an error. The program is confined as far as the system allows:
+no network, no file written or removed, 1 GiB of memory, SECONDS of processor time.
 """
 
 import ctypes
@@ -10,7 +10,7 @@ import resource
 import struct
 import sys
 
-MEMORY = 2**30
+MEMORY_BYTES = 2**30
 NOBODY_UID = 65534
 NEW_USER, NEW_NETWORK, NEW_IPC = 0x10000000, 0x40000000, 0x08000000
 NO_NEW_PRIVILEGES = 38  # PR_SET_NO_NEW_PRIVS of prctl(2).
@@ -30,11 +30,11 @@ def confine(seconds: int) -> None:
     libc.prctl(NO_NEW_PRIVILEGES, 1, 0, 0, 0)
     rules = struct.pack("Q", WRITE_RIGHTS)
     ruleset = libc.syscall(CREATE_RULESET, rules, len(rules), 0)
-    # A ruleset without rules denies the rights in CHANGES on every path. A negative result means: no Landlock.
+    # A ruleset without rules denies WRITE_RIGHTS on every path. The result is negative if the system lacks Landlock.
     if ruleset >= 0:
         libc.syscall(RESTRICT_SELF, ruleset, 0)
     for limit, maximum in (
-        (resource.RLIMIT_AS, MEMORY),
+        (resource.RLIMIT_AS, MEMORY_BYTES),
         (resource.RLIMIT_CPU, seconds),
         (resource.RLIMIT_FSIZE, 0),
         (resource.RLIMIT_CORE, 0),

@@ -1,7 +1,7 @@
-"""What a comparison measures besides time: energy, extra memory, and the output's perplexity and quality.
+"""Measures of a comparison besides time: energy, extra memory, and the output's perplexity and quality.
 
-Energy comes from the machine's own counters, NVML for an NVIDIA GPU and RAPL for the processor, or is not measured.
-Quality is a data set's own measure: code is run, numbers, words and summaries are compared with a reference.
+Energy is read from the machine's counters: NVML for an NVIDIA GPU, RAPL for the processor. Quality is the data set's
+measure: code is run, and numbers, words and summaries are compared with a reference.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _ARTICLES = re.compile(r"\b(a|an|the)\b")
 
 @dataclass(frozen=True, slots=True)
 class Counter:
-    """A rising count of microjoules that wraps to 0 after `span`, if given."""
+    """A rising counter of microjoules, which wraps to 0 after `span` if it has one."""
 
     source: str
     read: Callable[[], int]
@@ -61,9 +61,9 @@ class Counter:
 
 
 class EnergyMeter:
-    """Measure the energy of whole devices, including whatever else runs on them.
+    """Measures the energy of whole devices, including that of other programs on them.
 
-    `source` names the counters ("nvml", "rapl" or both); None: there are none.
+    `source` names the counters ("nvml", "rapl" or both); None if there are none.
     """
 
     def __init__(self, counters: Sequence[Counter]) -> None:
@@ -72,7 +72,7 @@ class EnergyMeter:
 
     @classmethod
     def of(cls, device: torch.device) -> EnergyMeter:
-        """Use the counters of the processor and, for a model on a GPU, of that GPU."""
+        """Return a meter of the processor and, for a model on a GPU, of that GPU."""
         return cls([*(nvml(device.index or 0) if device.type == "cuda" else ()), *rapl(POWERCAP)])
 
     def read(self) -> tuple[int, ...]:
@@ -80,7 +80,7 @@ class EnergyMeter:
         return tuple(counter.read() for counter in self._counters)
 
     def joules_since(self, start_counts: Sequence[int]) -> float | None:
-        """Return the joules of all counters since a reading; None if there is no counter."""
+        """Return the joules of all counters since a reading by `read`; None if there is no counter."""
         if not self._counters:
             return None
         microjoules = (
@@ -91,11 +91,11 @@ class EnergyMeter:
 
 
 def rapl(root: Path) -> list[Counter]:
-    """Return a counter per processor package under `root`; none where they cannot be read (usually they need root)."""
+    """Return a counter per processor package under `root`; [] if they cannot be read (they usually need root)."""
     domains = []
     for zone in sorted(root.glob("intel-rapl:*")):
         try:
-            # Count only packages: their subzones are included in them, and "psys" includes the packages.
+            # Count only packages: they include their subzones, and "psys" includes them.
             if not (zone / "name").read_text().startswith("package"):
                 continue
             int((zone / "energy_uj").read_text())
@@ -107,7 +107,7 @@ def rapl(root: Path) -> list[Counter]:
 
 
 def nvml(index: int) -> list[Counter]:
-    """Return the energy counter of the GPU with torch's index; an empty result if the GPU has none."""
+    """Return the energy counter of the GPU with this torch index; [] if the GPU has none."""
     library: Any = import_module("pynvml")
     try:
         library.nvmlInit()
@@ -119,28 +119,28 @@ def nvml(index: int) -> list[Counter]:
 
 
 def extra_bytes(method: Method, runtime: Runtime, n_positions: int, n_new_tokens: int) -> int:
-    """Return a method's memory beyond plain decoding's in bytes: its tensors and extra KV slots.
+    """Return the bytes of memory that a method needs beyond plain decoding: its tensors and extra KV slots.
 
-    Tensors are those it refers to beyond the target's own: heads, stacks, a draft model. Quantised copies belong to the
-    target, for all methods to share; they count for each method that runs them.
+    Its tensors are those that it refers to and the target does not: heads, stacks, a draft model. Quantised copies are
+    shared by all methods and count for each method that uses them.
 
     Args: n_positions: tokens of prompt and completion. n_new_tokens: tokens of the completion.
     """
-    model_tensors = {tensor.untyped_storage().data_ptr() for tensor in _of_module(runtime.hf_model)}
+    target_storages = {tensor.untyped_storage().data_ptr() for tensor in _module_tensors(runtime.hf_model)}
     bytes_by_storage: dict[int, int] = {}
     for tensor in _tensors(method, {id(runtime), id(runtime.hf_model)}):
         storage = tensor.untyped_storage()
-        if storage.data_ptr() not in model_tensors:
+        if storage.data_ptr() not in target_storages:
             bytes_by_storage[storage.data_ptr()] = storage.nbytes()
-    copies = 0 if method.layer_set is None else runtime.copies.bytes_of(method.layer_set)
+    copy_bytes = 0 if method.layer_set is None else runtime.copies.bytes_of(method.layer_set)
     n_rows = method.drafter.max_rows(n_new_tokens)
     coding = method.drafter.coding(runtime, n_positions + n_rows)
     draft_slot_bytes = method.drafter.slot_bytes + (0 if coding is None else coding.slot_bytes)
-    slots = (n_rows - 1) * runtime.slot_bytes + (n_positions + n_rows) * draft_slot_bytes
-    return sum(bytes_by_storage.values()) + copies + slots
+    slots_bytes = (n_rows - 1) * runtime.slot_bytes + (n_positions + n_rows) * draft_slot_bytes
+    return sum(bytes_by_storage.values()) + copy_bytes + slots_bytes
 
 
-def _of_module(module: nn.Module) -> Iterator[Tensor]:
+def _module_tensors(module: nn.Module) -> Iterator[Tensor]:
     return chain(module.parameters(), module.buffers())
 
 
@@ -153,7 +153,7 @@ def _tensors(root: Any, seen_ids: set[int]) -> Iterator[Tensor]:
     if isinstance(root, Tensor):
         yield root
     elif isinstance(root, nn.Module):
-        yield from _of_module(root)
+        yield from _module_tensors(root)
     elif isinstance(root, Mapping):
         children = root.values()
     elif isinstance(root, list | tuple | set | frozenset):
@@ -168,7 +168,7 @@ def _tensors(root: Any, seen_ids: set[int]) -> Iterator[Tensor]:
 
 @torch.inference_mode()
 def nll(runtime: Runtime, prompt_ids: Sequence[int], token_ids: Sequence[int]) -> float:
-    """Return the summed -log probability of the tokens after the prompt, under the model without any sampling rule."""
+    """Return the negative log-likelihood in nats of the tokens after the prompt, under the model's own distribution."""
     if not token_ids:
         return 0.0
     text = [*prompt_ids, *token_ids[:-1]]
@@ -186,13 +186,16 @@ def nll(runtime: Runtime, prompt_ids: Sequence[int], token_ids: Sequence[int]) -
 
 
 def measure_of(prompts: Sequence[Prompt]) -> str | None:
-    """Return the name of the quality measure for the prompts; None unless all prompts have the same one."""
+    """Return the name of the prompts' quality measure; None unless all prompts have the same one."""
     judges = {prompt.reference.get("judge") for prompt in prompts}
     return MEASURES[judges.pop()] if len(judges) == 1 and None not in judges else None  # type: ignore[index]
 
 
 def check_judges(prompts: Sequence[Prompt]) -> None:
-    """Raises: SettingsError: a library needed to judge the prompts' answers is missing."""
+    """Check that the libraries that judge the prompts' answers are installed.
+
+    Raises: SettingsError: one is missing.
+    """
     if any(prompt.reference.get("judge") == "summary" for prompt in prompts):
         _rouge()
 
@@ -200,9 +203,9 @@ def check_judges(prompts: Sequence[Prompt]) -> None:
 def quality(prompt: Prompt, text: str) -> float:
     """Return the quality of an answer to the prompt, from 0 to 1.
 
-    Code: 1 where the data set's tests pass within some seconds, else 0 (HumanEval, arXiv:2107.03374). Numbers: 1 where
-    the last one of the answer is the reference's (GSM8K, arXiv:2110.14168; it may stand after "####"). Words: 1 where
-    they are the reference's but for case, articles and punctuation. Summaries: F of ROUGE-2, with stems.
+    Code: 1 if the data set's tests pass within `PROGRAM_S` (HumanEval, arXiv:2107.03374). Numbers: 1 if the answer's
+    last number, or the one after "####", is the reference's (GSM8K, arXiv:2110.14168). Words: 1 if they equal the
+    reference except for case, articles and punctuation. Summaries: the F-measure of ROUGE-2 on stems.
 
     Raises: KeyError: the prompt has no reference.
     """
@@ -223,14 +226,14 @@ def pass_at(k: int, n: int, n_passed: int) -> float:
 
 
 def program_passes(program: str, seconds: int = PROGRAM_S) -> bool:
-    """Return whether a Python program ends without an error, in a separate, confined process."""
+    """Run a Python program in a separate, confined process; return whether it ends without an error."""
     success_mark = secrets.token_hex(8)
     command = [sys.executable, "-I", str(Path(__file__).with_name("judged_program.py")), success_mark, str(seconds)]
-    pipe, nowhere = subprocess.PIPE, subprocess.DEVNULL
+    pipe, devnull = subprocess.PIPE, subprocess.DEVNULL
     with (
         tempfile.TemporaryDirectory() as folder,
         subprocess.Popen(
-            command, stdin=pipe, stdout=pipe, stderr=nowhere, cwd=folder, env={}, start_new_session=True
+            command, stdin=pipe, stdout=pipe, stderr=devnull, cwd=folder, env={}, start_new_session=True
         ) as child,
     ):
         try:

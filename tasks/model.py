@@ -39,8 +39,8 @@ from .generate import Planner, decode_as_planned
 from .job import Cancelled, ModelTurn
 from .tune import TuneResult, run_tuning
 
-_n_tuned = 0  # Completed calls of `tune` in this process.
-TURN_SHARE = 0.03  # Largest share of decoding time during which other threads may use the model.
+_n_tunings = 0  # Finished calls of `tune` in this process.
+TURN_SHARE = 0.03  # Maximum share of the decoding time for which other threads may use the model.
 
 
 def load(
@@ -51,10 +51,11 @@ def load(
     speed: Speed = "auto",
     db: str | Path | None = None,
 ) -> Model:
-    """Open the database with the plans that a model decodes by, and load the model.
+    """Load a model, and open the database with its plans.
 
     Args:   name: alias, hub id, folder or GGUF file. dtype, device, speed: see `swiftopt.models.loading.load`.
-            on_step: called with each step in a few words. db: a path or an SQLAlchemy URL; None: the default one.
+            on_step: called with a short description of each step. db: a path or an SQLAlchemy URL; None: the default
+            database.
     Raises: ModelNotFound, UnsupportedModel, SettingsError: see `swiftopt.models.loading.load`. StoreError: the database
             cannot be opened.
     """
@@ -74,13 +75,14 @@ def tune(
     on_event: Callable[[Event], None] = lambda event: None,
     **options: Any,
 ) -> TuneResult:
-    """Find the layer set with which a model decodes a stream fastest, and store it; what `swiftopt tune` does.
+    """Find the layer set with which a model decodes a stream fastest, and store it, as `swiftopt tune` does.
 
-    Args:   stream: a file of prompts, or the prompts. task: of lines that name none, and of texts. on_event: called
-            with every event after it was stored. options: other fields of `TuneRequest`, such as `max_new_tokens`.
-    Raises: SwiftoptError: as the parts raise it.
+    Args:   stream: a file of prompts, or the prompts. task: the task of texts, and of lines that name none. on_event:
+            called with every event after it was stored. options: other fields of `TuneRequest`, such as
+            `max_new_tokens`.
+    Raises: SwiftoptError: the model, the stream or the database cannot be used, or the run failed.
     """
-    global _n_tuned
+    global _n_tunings
     prompts = None
     if not isinstance(stream, str | Path):
         name = DEFAULT_TASK if task is None else task
@@ -91,13 +93,13 @@ def tune(
         with Store.open(db) as store:
             return run_tuning(request, store, on_event, prompts)
     finally:
-        _n_tuned += 1
+        _n_tunings += 1
 
 
 def as_prompt(text_or_prompt: str | Prompt, task: str, number: int = 1) -> Prompt:
-    """Return a text as a prompt of the task, a prompt as it is.
+    """Return a text as a prompt of the task; return a prompt unchanged.
 
-    Raises: StreamError: there is nothing to decode, or the task is no name.
+    Raises: StreamError: the prompt is empty, or its task is not a valid name.
     """
     prompt = Prompt(str(number), task, text_or_prompt) if isinstance(text_or_prompt, str) else text_or_prompt
     check_task(prompt.task, f"the task of prompt {prompt.id!r},", StreamError)
@@ -107,7 +109,7 @@ def as_prompt(text_or_prompt: str | Prompt, task: str, number: int = 1) -> Promp
 
 
 class PromptOptions(TypedDict, total=False):
-    """How a prompt is decoded; see `Model.work`."""
+    """Options for decoding a prompt; see `Model.work`."""
 
     task: str
     method: str | None
@@ -117,13 +119,13 @@ class PromptOptions(TypedDict, total=False):
 
 
 class Model(AbstractContextManager["Model"]):
-    """A loaded model that decodes by its stored plans; to be closed, or used as a context manager."""
+    """A loaded model that decodes by its stored plans. Close it, or use it as a context manager."""
 
     def __init__(self, name: str, runtime: Runtime, store: Store | None) -> None:
         self.name, self.runtime, self.store = name, runtime, store
-        self._planners: dict[tuple[str | None, int | None], Planner] = {}
-        self.turn: ModelTurn = nullcontext  # Context for planners to measure costs in.
-        self._n_tuned = _n_tuned  # Value of the module's _n_tuned at the last lookup of plans.
+        self._planners: dict[tuple[str | None, int | None], Planner] = {}  # By method and version of the plan.
+        self.turn: ModelTurn = nullcontext  # Context in which planners measure costs.
+        self._n_tunings = _n_tunings  # The module's `_n_tunings` when plans were looked up last.
 
     def close(self) -> None:
         """Close the database."""
@@ -139,16 +141,16 @@ class Model(AbstractContextManager["Model"]):
         return generated[-1].completion
 
     def stream(self, prompt: str | Prompt, **options: Unpack[PromptOptions]) -> Iterator[str]:
-        """Decode one prompt, and yield its text as it grows. See `work` for the options."""
+        """Decode one prompt, and yield its text while it is decoded. See `work` for the options."""
         for event in side_by_side([self.work(prompt, **options)]):
             if isinstance(event, TextAdded):
                 yield event.text
 
     def engine(self, concurrency: int = 8, memory: int | None = None, folder: PrefixFolder | None = None) -> LiveEngine:
-        """Start a thread that decodes requests side by side; to be closed, or used as a context manager.
+        """Start a thread that decodes requests concurrently. Close it, or use it as a context manager.
 
-        Args:   concurrency: most requests at a time. memory: most bytes of keys and values; None: half of what is free.
-                folder: where what requests read is stored, too.
+        Args:   concurrency: maximum requests at a time. memory: maximum bytes of keys and values; None: half of the
+                free memory. folder: where the keys and values of prefixes are stored on disk; None: nowhere.
         Raises: SettingsError: `concurrency` is below 1.
         """
         if concurrency < 1:
@@ -164,52 +166,52 @@ class Model(AbstractContextManager["Model"]):
         sampling: Sampling | None = None,
         stop: str | Sequence[str] = (),
     ) -> Work[None]:
-        """Return a prompt's decoding, for an engine; it reports `TextAdded` and, per turn, `Generated`, too.
+        """Return the work of decoding a prompt, for an engine; it also yields `TextAdded`, and `Generated` per turn.
 
-        Args:   task: whose stored plan to use; a `Prompt` has its own. method: in place of what the plan says.
-                stop: a text, or several, before which the completion ends.
-        Raises: StreamError: there is nothing to decode, or the task is no name. SwiftoptError: when it is run, as the
-                parts raise it.
+        Args:   task: whose stored plan to use; a `Prompt` names its task itself. method: the method to use instead of
+                the plan's. stop: one or several texts; the completion ends before the first that appears.
+        Raises: StreamError: the prompt is empty, or its task is not a valid name. SwiftoptError: when the work runs, if
+                the plan cannot be looked up or the prompt cannot be decoded.
         """
         prompt = as_prompt(prompt, task)
-        if self._n_tuned != _n_tuned:
-            self._n_tuned = _n_tuned
+        if self._n_tunings != _n_tunings:
+            self._n_tunings = _n_tunings
             for planner in list(self._planners.values()):
                 planner.refresh()
-        stops = (stop,) if isinstance(stop, str) else stop
-        session = Session(self.runtime, sampling or Sampling(), max_new_tokens, stops)
+        stop_strings = (stop,) if isinstance(stop, str) else stop
+        session = Session(self.runtime, sampling or Sampling(), max_new_tokens, stop_strings)
         return self.decoding(session, prompt, method)
 
     def decoding(
         self, session: Session, prompt: Prompt, method: str | None, version: int | None = None, **options: Any
     ) -> Work[None]:
-        """Decode a prompt as planned when that begins; arguments as for `plan_for` and `Session.request`."""
+        """Decode a prompt by the plan found when the work starts; arguments as for `plan_for` and `Session.request`."""
         yield from decode_as_planned(session, self.plan_for(prompt.task, method, version), prompt, **options)
 
     def plan_for(self, task: str, method: str | None, version: int | None) -> tuple[Method, GenerateInfo]:
-        """Return what `Planner.plan_for` does with such a `method` and `version`; any thread may ask."""
+        """Return the method for a task and its origin, for a requested `method` or plan `version`. Thread-safe."""
         planner = self._planners.get((method, version))
         if planner is None:
             request = GenerateRequest(self.name, method=method)
             planner = Planner(request, self.runtime, self.store, version=version, turn=self.turn)
         method_and_info = planner.plan_for(task)
-        # Keep a planner only after it succeeded: clients may name any number of versions that do not exist.
+        # Keep a planner only after it succeeded, because clients may name any number of versions that do not exist.
         self._planners.setdefault((method, version), planner)
         return method_and_info
 
     def refresh_plans(self) -> None:
-        """Decode what comes by the plans that are the best now; see `Planner.refresh`."""
+        """Decode further requests by the plans that are `best` now; see `Planner.refresh`."""
         if (planner := self._planners.get((None, None))) is not None:
             planner.refresh()
 
 
 class Ticket:
-    """A request of a live engine, as its caller sees it. Iterate over it for the text as it grows."""
+    """A submitted request of a live engine. Iterate over it to get the text while it is decoded."""
 
     def __init__(self) -> None:
         self._events: SimpleQueue[Shown | None] = SimpleQueue()  # None marks the end.
         self._done = threading.Event()
-        self.give_up: Callable[[], None] = lambda: None
+        self.on_cancel: Callable[[], None] = lambda: None
         self.generated: list[Generated] = []
         self.error: BaseException | None = None
 
@@ -223,7 +225,7 @@ class Ticket:
     def result(self, timeout: float | None = None) -> Completion:
         """Wait for the end; return the completion of the last turn.
 
-        Raises: TimeoutError: it is not done after so many seconds. SwiftoptError: what it failed with.
+        Raises: TimeoutError: the request is not done after `timeout` seconds. SwiftoptError: the request failed.
         """
         if not self._done.wait(timeout):
             raise TimeoutError(f"the request is not done after {timeout:g} s: wait longer, or cancel it")
@@ -235,17 +237,17 @@ class Ticket:
         return self._done.is_set()
 
     def cancel(self) -> None:
-        """Cancel the request; its slots are free before the next pass."""
-        self.give_up()
+        """Cancel the request; its slots are freed before the next pass."""
+        self.on_cancel()
 
     def put(self, event: Shown) -> None:
-        """Pass an event on, in the engine's thread."""
+        """Add an event; called in the engine's thread."""
         if isinstance(event, Generated):
             self.generated.append(event)
         self._events.put(event)
 
     def end(self, error: BaseException | None = None) -> None:
-        """End the events, in the engine's thread."""
+        """End the events; called in the engine's thread."""
         self.error = error
         self._done.set()
         self._events.put(None)
@@ -256,23 +258,24 @@ class Ticket:
 
 
 class LiveEngine(AbstractContextManager["LiveEngine"]):
-    """Decodes requests of any threads side by side in one thread, which alone uses the model, or grants turns."""
+    """Decodes requests from any thread concurrently, in one thread; other threads use the model only in a `turn`."""
 
     def __init__(self, model: Model, concurrency: int, memory: int, folder: PrefixFolder | None = None) -> None:
         self.model = model
         self._engine = Engine(memory, concurrency, folder=folder)
-        self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()  # Calls to run in the engine's thread.
         self._lock, self._closed = threading.Lock(), False
         self._requests: dict[Ticket, Request[None]] = {}
-        # Waiting threads: (future set once the thread may use the model, event set when it has finished).
+        # Threads that wait for a turn: a future (True once the thread may use the model, False if the engine closed),
+        # and an event that the thread sets when it has finished.
         self._turns: deque[tuple[Future[bool], threading.Event]] = deque()
-        # Seconds spent decoding, and seconds that requests waited while other threads used the model.
+        # Seconds spent decoding, and seconds that requests waited for the turns of other threads.
         self._decoded_s = self._turns_s = 0.0
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
     def submit(self, prompt: str | Prompt, **options: Unpack[PromptOptions]) -> Ticket:
-        """Decode a prompt together with the others; options as for `Model.work`.
+        """Decode a prompt together with the running requests; options as for `Model.work`.
 
         Raises: Cancelled: the engine is closed.
         """
@@ -281,11 +284,11 @@ class LiveEngine(AbstractContextManager["LiveEngine"]):
         return ticket
 
     def run(self, work: Work[None], ticket: Ticket) -> None:
-        """Decode together with the others; the ticket gets the events.
+        """Run a request's work together with the running requests; `ticket` receives its events.
 
         Raises: Cancelled: the engine is closed.
         """
-        ticket.give_up = lambda: self.call(lambda: self._drop(ticket))
+        ticket.on_cancel = lambda: self.call(lambda: self._drop(ticket))
         with self._lock:
             if self._closed:
                 raise Cancelled("this engine is closed: start another one")
@@ -297,7 +300,9 @@ class LiveEngine(AbstractContextManager["LiveEngine"]):
 
     @contextmanager
     def turn(self) -> Iterator[None]:
-        """Use the model from the calling thread: while nothing is decoded, else for TURN_SHARE of the time at most.
+        """Let the calling thread use the model, once the engine grants it.
+
+        While requests are decoded, all turns together take at most TURN_SHARE of the decoding time.
 
         Raises: Cancelled: the engine is closed, or closes before the turn.
         """
@@ -319,22 +324,23 @@ class LiveEngine(AbstractContextManager["LiveEngine"]):
         return self._closed
 
     @property
-    def most_tokens(self) -> int:
-        """Tokens that its memory holds, if nothing drafts."""
+    def memory_tokens(self) -> int:
+        """Number of tokens whose keys and values fit in the engine's memory, without those of drafts."""
         assert self._engine.memory is not None
         return self._engine.memory // self.model.runtime.slot_bytes
 
     @property
     def n_waiting(self) -> int:
+        """Number of requests that have not started."""
         return sum(request.is_new for request in self._engine.requests)
 
     def forget_owners(self, is_gone: Callable[[str], bool]) -> None:
-        """See `Engine.forget_owners`; call it in the engine's thread."""
+        """See `Engine.forget_owners`. Call it in the engine's thread."""
         self._engine.forget_owners(is_gone)
 
     @property
     def kept(self) -> KeptTexts:
-        """What is kept of texts that were read."""
+        """Size of the prefixes that are kept in memory and on disk."""
         prefixes, folder = self._engine.prefixes, self._engine.folder
         in_memory = KeptTexts(prefix_tokens=prefixes.n_tokens, prefix_bytes=prefixes.n_bytes)
         return in_memory if folder is None else replace(in_memory, disk_bytes=folder.n_bytes, disk_tokens=folder.n_read)
@@ -371,7 +377,7 @@ class LiveEngine(AbstractContextManager["LiveEngine"]):
                 turn_granted.set_result(False)
 
     def _grant(self, turn_granted: Future[bool], turn_over: threading.Event) -> float:
-        """Let another thread use the model; return the seconds that requests waited for it."""
+        """Let another thread use the model until it has finished; return the seconds that requests waited."""
         started_s, has_requests = perf_counter(), bool(self._requests)
         self._engine.load.n_beside += has_requests
         turn_granted.set_result(True)

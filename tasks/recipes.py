@@ -1,7 +1,7 @@
-"""The parts that methods need for a task: look them up, or make missing ones quickly for a comparison.
+"""The parts that methods need for a task: lookup of stored parts, and quick making of missing ones for a comparison.
 
-The costs of passes are measured once. Brief searches and trainings run outside a comparison's timing, within about a
-minute together, and their stored results are marked as brief. Optional packages (wings) make parts that only they use.
+Costs of passes are measured once. Brief searches and trainings take about a minute together, outside a comparison's
+timing, and their stored results are marked as brief. Optional packages (wings) make the parts that only they use.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ if TYPE_CHECKING:
 
 TYPICAL_POSITIONS = 512  # Context length in tokens at which costs are measured when no stream shows typical lengths.
 
-SWIFT_S = 10.0  # Time limit of a brief search.
-# Step limit of a brief search. It is stored with the layer set, which tells brief searches from full ones.
-SWIFT_STEPS = 100
+BRIEF_SEARCH_S = 10.0  # Time limit of a brief search.
+# Step limit of a brief search. It is stored with the layer set, and so distinguishes brief searches from full ones.
+BRIEF_SEARCH_STEPS = 100
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Recipe:
-    """The parts of a method, including stored records, and the settings stored with its layer set."""
+    """The parts of a method, the stored records that they come from, and the settings stored with its layer set."""
 
     parts: Resources
     layer_set: LayerSetRecord | None = None
@@ -60,7 +60,10 @@ class Recipe:
 
 
 class Recipes:
-    """Looks up the stored parts of methods on one model; weights are read once. `turn`: see `stored_costs`."""
+    """Looks up the stored parts of methods on one model. Weights are read once.
+
+    Args: turn: see `stored_costs`.
+    """
 
     def __init__(
         self,
@@ -82,28 +85,20 @@ class Recipes:
         learned: LearnedRecord | None = None,
         settings: Mapping[str, Any] = {},
     ) -> Recipe:
-        """Return the recipe of a method, from the given records or else from those stored for the task.
+        """Return the recipe of a method, from the given records or from those stored for the task.
 
-        Adaptive drafts take the layer set that was tuned for them, unless `settings` name the format of their weights;
-        their costs are those of the formats that `settings` need.
+        Adaptive drafts use the newest layer set that was tuned for them, unless `settings` choose the format of their
+        weights. Their costs include the formats that they need.
 
-        Raises: LayerSetNotFound, LearnedNotFound: a part is needed and not stored. LayerSetError: the set is another
-                model's.
+        Raises: LayerSetNotFound, LearnedNotFound: a needed part is not stored. LayerSetError: the layer set was tuned
+                on another model.
         """
         method = method_info(name)
         if "costs" in method.needs:
-            if layer_set is None and "draft_format" not in settings:
-                layer_set = self._newest(name, task)
-            record = None if layer_set is None else self._checked(layer_set)
-            found_settings = FOUND_SET_SETTINGS if record is not None and record.found_for == name else {}
-            adaptive_settings: AdaptiveSettings = method.settings_from({**found_settings, **settings})
-            skipped = self.runtime.whole if record is None else record.layer_set
-            formats = {format_name for _, format_name in skipped.filled(adaptive_settings.draft_format).formats}
-            costs = stored_costs(self.runtime, self.store, TYPICAL_POSITIONS, self.on_step, formats, turn=self._turn)
-            return Recipe(Resources(self.runtime, skipped, costs=costs), record, settings=found_settings)
+            return self._adaptive(name, task, layer_set, settings)
         record = None
         if "layer_set" in method.needs or (method.drafts_with_model and self.draft_runtime is None):
-            record = self._checked(layer_set or self.layer_set(name, task))
+            record = self._check_model(layer_set or self.layer_set(name, task))
         for kind in get_args(LearnedKind):
             if kind in method.needs:
                 learned = learned or self.learned(kind, task, name)
@@ -115,10 +110,22 @@ class Recipes:
         )
         return Recipe(resources, record, learned, record.settings if name == "swift" and record is not None else {})
 
-    def layer_set(self, name: str, task: str) -> LayerSetRecord:
-        """Return the task's newest layer set, from the method's own search if it has one, else from SWIFT's.
+    def _adaptive(self, name: str, task: str, layer_set: LayerSetRecord | None, settings: Mapping[str, Any]) -> Recipe:
+        """Return the recipe of a method that needs the costs of passes; see `of`."""
+        if layer_set is None and "draft_format" not in settings:
+            layer_set = self._newest(name, task)
+        record = None if layer_set is None else self._check_model(layer_set)
+        set_settings = FOUND_SET_SETTINGS if record is not None and record.found_for == name else {}
+        method_settings: AdaptiveSettings = method_info(name).settings_from({**set_settings, **settings})
+        draft = self.runtime.whole if record is None else record.layer_set
+        formats = {format_name for _, format_name in draft.filled(method_settings.draft_format).formats}
+        costs = stored_costs(self.runtime, self.store, TYPICAL_POSITIONS, self.on_step, formats, turn=self._turn)
+        return Recipe(Resources(self.runtime, draft, costs=costs), record, settings=set_settings)
 
-        Raises: LayerSetNotFound: there is none.
+    def layer_set(self, name: str, task: str) -> LayerSetRecord:
+        """Return the task's newest layer set from the search that the method has, or from SWIFT's.
+
+        Raises: LayerSetNotFound: none is stored.
         """
         record = self._newest(search_method_of(name), task)
         if record is not None:
@@ -126,12 +133,15 @@ class Recipes:
         search = parts().get(name)
         command = "tune --method swift --draft-format stored" if search is None else search.command
         raise LayerSetNotFound(
-            f"{name} needs a layer set, and none is stored for the task {task}:"
-            f" run `swiftopt {command} --model MODEL --stream FILE --task {task}`, or give one"
+            f"{name} needs a layer set, but none is stored for the task {task}:"
+            f" run `swiftopt {command} --model MODEL --stream FILE --task {task}`, or pass one"
         )
 
     def _newest(self, method: str, task: str) -> LayerSetRecord | None:
-        """Return the task's newest set that was found for a method, whatever its verdict, else the default task's."""
+        """Return the newest set of the task, or else of the default task, that was found for a method.
+
+        The set's verdict does not matter. None: no such set is stored.
+        """
         store, fingerprint = self.store, self.runtime.info.fingerprint
         if store is None:
             return None
@@ -144,18 +154,18 @@ class Recipes:
         return None
 
     def learned(self, kind: LearnedKind, task: str, name: str = "") -> LearnedRecord:
-        """Return the record of the newest weights of a kind for the task, whatever the method's `name`.
+        """Return the record of the newest weights of a kind for the task; `name`, the method, is ignored here.
 
-        Raises: LearnedNotFound: there are none.
+        Raises: LearnedNotFound: none are stored.
         """
         if self.store is None:
-            raise LearnedNotFound(f"no database to look {kind} up in: pass --db")
+            raise LearnedNotFound(f"there is no database to look {kind} up in: pass --db")
         return self.store.learned(self.runtime.info.fingerprint, task, kind)
 
     def weights(self, record: LearnedRecord) -> Any:
         """Return the weights of a record.
 
-        Raises: InvalidInput: they are another model's.
+        Raises: InvalidInput: the weights belong to another model.
         """
         key = (record.kind, record.task, record.version)
         if key not in self._weights:
@@ -165,21 +175,25 @@ class Recipes:
         return self._weights[key]
 
     def keep_weights(self, record: LearnedRecord, weights: Any) -> None:
-        """Keep weights that were just made, so that they need not be read again."""
+        """Keep weights that were just made, so that they are not read again."""
         self._weights[record.kind, record.task, record.version] = weights
 
-    def _checked(self, record: LayerSetRecord) -> LayerSetRecord:
+    def _check_model(self, record: LayerSetRecord) -> LayerSetRecord:
+        """Return the record.
+
+        Raises: LayerSetError: it was tuned on another model.
+        """
         info = self.runtime.info
         if record.fingerprint not in (None, info.fingerprint, *info.earlier):
             raise LayerSetError(
                 f"the layer set was tuned on {record.model} ({record.fingerprint}), but this model is"
-                f" {info.fingerprint}: tune it first, or export a set of this model"
+                f" {info.fingerprint}: tune this model first, or export a set of it"
             )
         return record
 
 
 class MadePart(NamedTuple):
-    """A part that was missing and has been made: its name, how it was made, and the seconds it took."""
+    """A part that was made because it was not stored: its name, how it was made, and the seconds it took."""
 
     piece: str
     how: str
@@ -187,10 +201,10 @@ class MadePart(NamedTuple):
 
 
 class MakingRecipes(Recipes):
-    """Recipes for one task, which make each part that is not stored, once, on `prompts`; `made` lists these parts.
+    """Recipes for one task that make the parts that are not stored, each once, on `prompts`. `made` lists them.
 
-    Args: model: the name that the caller used. keep: where to store what is made; None: nowhere. presets: by method;
-          the parts of these are made in full, whatever is stored.
+    Args: model: the name that the caller used. keep: where to store made parts; None: nowhere. presets: by method; the
+          parts of these methods are always made, as the preset says.
     """
 
     def __init__(
@@ -213,7 +227,7 @@ class MakingRecipes(Recipes):
         self._learned: dict[str, LearnedRecord] = {}
 
     def layer_set(self, name: str, task: str) -> LayerSetRecord:
-        """Return the stored layer set for the method, or search for one, briefly or with its preset."""
+        """Return the stored layer set for the method, or search for one: briefly, or as the method's preset says."""
         preset, search_method = self.presets.get(name), search_method_of(name)
         key = search_method if preset is None else name
         if key not in self._sets:
@@ -226,7 +240,7 @@ class MakingRecipes(Recipes):
     def learned(self, kind: LearnedKind, task: str, name: str = "") -> LearnedRecord:
         """Return the record of stored weights, or train them: briefly, or as the method's preset says.
 
-        Raises: InvalidInput: the prompts and their completions are too few to learn from.
+        Raises: InvalidInput: there are too few prompts and completions to train on.
         """
         preset, stored_record = self.presets.get(name), None
         key = kind if preset is None else name
@@ -238,28 +252,30 @@ class MakingRecipes(Recipes):
         return self._learned[key]
 
     def _make(self, name: str, preset: Preset | None) -> Any:
-        """Return the record of a part that an optional package (wing) makes."""
+        """Let an optional package (wing) make a part; return the part's record."""
         return load_from_wing(parts()[name].maker)(self, preset)
 
     def _swift_set(self, preset: Preset | None) -> LayerSetRecord:
-        """Run SWIFT's search while decoding; evenly spaced sub-layers where the completions are too short for it."""
-        budget_s = SWIFT_S if preset is None else math.inf
+        """Run SWIFT's search while decoding the prompts; return the record of the set in use at its end.
+
+        If the completions are too short to score candidates, that is the first set: evenly spaced sub-layers.
+        """
+        budget_s = BRIEF_SEARCH_S if preset is None else math.inf
         self.on_step(f"make: a layer set, by {f'{budget_s:.0f} s of ' if preset is None else ''}SWIFT's search")
         started_s = perf_counter()
-        settings = SwiftSettings(max_steps=SWIFT_STEPS) if preset is None else SwiftSettings(**preset.tuning)
-        # At most half a completion, so that short completions can be scored.
+        settings = SwiftSettings(max_steps=BRIEF_SEARCH_STEPS) if preset is None else SwiftSettings(**preset.tuning)
+        # A window of at most half a completion, so that short completions can be scored.
         window = min(settings.context_window, max(1, self.session.max_new_tokens // 2))
         settings = replace(settings, context_window=window)
         search = run_search(self.session, self.prompts, settings, budget_s)
-        n_tried = len(search.trials)
-        description = (
-            f"{n_tried} candidates" if n_tried else "evenly spaced, for the completions are too short to search on"
-        )
+        description = f"{len(search.trials)} candidates"
+        if not search.trials:
+            description = "evenly spaced, because the completions are too short for a search"
         self.record_part("layer set", description, perf_counter() - started_s)
         return self.keep_layer_set("swift", search.layer_set, matchness=search.matchness, settings=settings.to_json())
 
     def keep_layer_set(self, method: str, layer_set: LayerSet, **record_fields: Any) -> LayerSetRecord:
-        """Describe a layer set that was made for a method, and store it if made parts are to be kept."""
+        """Return the record of a layer set that was made for a method; store it if made parts are kept."""
         record = set_record(self.runtime, self.model, self.task, layer_set, **record_fields)
         return record if self.keep is None else self.keep.add_layer_set(record, plan_method=method, promote=False)
 
@@ -269,7 +285,7 @@ class MakingRecipes(Recipes):
 
 
 def search_method_of(method: str) -> str:
-    """Return the method whose search finds layer sets for `method`: some methods of wings have one, others SWIFT's."""
+    """Return the method whose search finds layer sets for `method`: itself if its wing has a search, else SWIFT."""
     return method if method in parts() else "swift"
 
 
@@ -282,14 +298,14 @@ def open_session(
 ) -> Session:
     """Load the request's model, register it in the store, and check that it can decode the prompts.
 
-    What the model's files tell of the prompts is checked before it is loaded.
+    Checks that need only the model's files come before loading.
 
-    Raises: SwiftoptError: as `load` and `Session.check` raise it.
+    Raises: SwiftoptError: as `load`, `check_prompts` and `Session.check` raise it.
     """
     source = check_names(request.model, request.dtype, request.device, request.speed)
     if (folder := known_folder(source)) is not None:
-        texts, biased = tokenizer_folder(source, folder), dict(request.sampling.logit_bias)
-        check_prompts(folder, texts, prompts, request.max_new_tokens, biased)
+        tokenizer_files, logit_bias = tokenizer_folder(source, folder), dict(request.sampling.logit_bias)
+        check_prompts(folder, tokenizer_files, prompts, request.max_new_tokens, logit_bias)
     runtime = load(request.model, request.dtype, request.device, on_step, request.speed)
     if store is not None:
         store.remember_model(runtime.info)
@@ -300,7 +316,7 @@ def open_session(
 
 
 def stamp(record: LayerSetRecord, **record_fields: Any) -> LayerSetRecord:
-    """Return the record with swiftopt's version and the time; `record_fields` are further fields."""
+    """Return the record with swiftopt's version, the current time, and the `record_fields`."""
     return replace(record, swiftopt_version=__version__, created_at=now(), **record_fields)
 
 
@@ -313,12 +329,13 @@ def stored_costs(
     patience_s: float = PATIENCE_S,
     turn: ModelTurn = nullcontext,
 ) -> CostProfile:
-    """Return the model's cost profile on this machine with the named formats, measured once and stored.
+    """Return the model's cost profile on this machine with the named formats; measure and store it if it is missing.
 
-    Costs from other versions of torch or of our kernels, and disturbed ones, are measured again. Measurements run
-    within `turn`, for models that other threads use too. An unreachable database is retried for `patience_s`.
+    Costs are measured again if other programs disturbed them, or if torch or the kernels have another version.
 
-    Raises: StoreUnavailable: it stayed away.
+    Args:   n_positions: context length in tokens. patience_s: how long an unreachable database is retried. turn: the
+            context in which costs are measured, for models that other threads use too.
+    Raises: StoreUnavailable: the database stayed unreachable.
     """
     bucket = min(context_bucket(n_positions), runtime.max_positions)
     key = (runtime.info.fingerprint, machine_name(runtime), runtime.dtype_name, bucket)
@@ -339,17 +356,17 @@ def stored_costs(
 
 
 def set_record(runtime: Runtime, model: str, task: str, layer_set: LayerSet, **record_fields: Any) -> LayerSetRecord:
-    """Describe a layer set that was found on this machine; `record_fields` are further fields."""
-    described = replace(layer_set, absent=runtime.whole.absent)
-    record = LayerSetRecord(model, task, described, runtime.info.fingerprint)
+    """Return the record of a layer set that was found on this machine, with the `record_fields`."""
+    complete_set = replace(layer_set, absent=runtime.whole.absent)
+    record = LayerSetRecord(model, task, complete_set, runtime.info.fingerprint)
     return stamp(record, device=machine_name(runtime), dtype=runtime.dtype_name, **record_fields)
 
 
 def run_search(session: Session, prompts: Sequence[Prompt], settings: SwiftSettings, budget_s: float) -> Search:
-    """Run SWIFT's search while decoding the prompts, for `budget_s` seconds at most; return the ended search."""
+    """Run SWIFT's search while decoding the prompts, for at most `budget_s` seconds; return the search."""
     runtime, started_s = session.runtime, perf_counter()
-    ratio = settings.start_skip_ratio(runtime.info.n_parameters)
-    search = Search("", runtime.whole, sub_layers_of(runtime), settings, ratio, None)
+    skip_ratio = settings.start_skip_ratio(runtime.info.n_parameters)
+    search = Search("", runtime.whole, sub_layers_of(runtime), settings, skip_ratio, None)
     try:
         with closing(side_by_side(search.request(session, prompt) for prompt in prompts)) as events:
             for event in events:

@@ -1,4 +1,4 @@
-"""Alternating runs of methods, the report that compares them with plain decoding, and the resulting plan."""
+"""Alternating runs of several methods, the report that compares them with plain decoding, and the resulting plan."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ from .recipes import Recipe
 SCHEMA = "swiftopt.compare/1"
 K = 10  # k of the pass@k metric.
 WARM_UP_TOKENS = 4
-SLOWEST = 2.0  # A method stops once it would take this many times as long as plain decoding takes for all prompts.
+MAX_SLOWDOWN = 2.0  # A method stops before it takes longer than this many times plain decoding's time for all prompts.
 LOOKUP_TOKENS = 10  # prompt_lookup_num_tokens of hf-lookup, as in the documentation of transformers.
-FEWEST = 2  # Prompts that even a slow method decodes: a confidence interval needs two.
+MIN_PROMPTS = 2  # Prompts that even a slow method decodes, because a confidence interval needs two.
 
 S = TypeVar("S", Timed, Array)
-Decoded = tuple[tuple[int, ...], Completion | None]  # Token ids; the Completion is None for other engines' decoding.
+Decoded = tuple[tuple[int, ...], Completion | None]  # Token ids; the completion is None if transformers decoded.
 Decode = Callable[[Prompt], Decoded]
 NLL = Callable[[int, tuple[int, ...]], float]  # (prompt number, token ids) -> negative log-likelihood under the target.
-OnRun = Callable[[str, int, int, Timed], None]  # (method, prompt's index, number of prompts, timings).
+OnRun = Callable[[str, int, int, Timed], None]  # (method, prompt number, number of prompts, timings).
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A prompt decoded with a method; its time includes the prefill."""
+    """One prompt decoded with one method; `seconds` include the prefill."""
 
     token_ids: tuple[int, ...]
     seconds: float
@@ -57,11 +57,11 @@ class Run:
 
 @dataclass(slots=True)
 class Runs:
-    """A method's runs by prompt number; `error` says why it stopped early."""
+    """A method's runs by prompt number."""
 
     name: str
     by_prompt: dict[int, Run] = field(default_factory=dict)
-    error: str | None = None
+    error: str | None = None  # Why the method stopped early.
 
     @property
     def seconds(self) -> float:
@@ -69,7 +69,7 @@ class Runs:
 
 
 def decoder(session: Session, drafter: Method | Search) -> Decode:
-    """Return what decodes prompts of one turn with a method, or with a search's drafts while it goes on."""
+    """Return a function that decodes single-turn prompts with a method, or with a search's drafts while it searches."""
 
     def decode(prompt: Prompt) -> Decoded:
         request_work = (
@@ -82,7 +82,7 @@ def decoder(session: Session, drafter: Method | Search) -> Decode:
 
 
 def peer(name: str, session: Session, draft: Runtime | None) -> Decode:
-    """Return transformers' own decoding, of the PEERS; `draft` drafts for "hf-assisted"."""
+    """Return a function that decodes prompts with transformers, as one of the PEERS; "hf-assisted" uses `draft`."""
     options: dict[str, Any] = {"prompt_lookup_num_tokens": LOOKUP_TOKENS} if name == "hf-lookup" else {}
     if name == "hf-assisted" and draft is not None:
         options = {"assistant_model": draft.hf_model}
@@ -94,11 +94,12 @@ def peer(name: str, session: Session, draft: Runtime | None) -> Decode:
 
 
 class Interleaved:
-    """Run methods alternately on the same prompts, so that disturbances of the machine affect all equally.
+    """Runs methods alternately on the same prompts, so that disturbances of the machine affect all equally.
 
-    The first method is the base; the order rotates from prompt to prompt. A method that takes more than SLOWEST times
-    the base's time stops early, after at least FEWEST prompts. A method that fails stops, and its error is recorded; an
-    error of the base is raised. With `complete` every method decodes every prompt, and any error is raised.
+    The first method is the base. The order of the methods rotates from prompt to prompt. A method that takes more than
+    MAX_SLOWDOWN times the base's time stops early, after at least MIN_PROMPTS prompts. If a method fails, it stops and
+    its error is recorded; if the base fails, its error is raised. With `complete`, every method decodes every prompt,
+    and any error is raised.
     """
 
     def __init__(
@@ -115,32 +116,36 @@ class Interleaved:
         self.runs = {name: Runs(name) for name in methods}
 
     def run(self) -> bool:
-        """Warm up, then decode everything; return False if Ctrl-C came before the end. Finished runs are in `runs`."""
+        """Warm up, then decode all prompts with all methods; return False if Ctrl-C ended it early.
+
+        The finished runs are in `runs`.
+        """
         names = [*self.methods]
-        # Warm up with a short completion: one-time allocations must not count in the timings.
+        # A short completion makes one-time allocations, which must not count in the timings.
         warm_up = replace(self.prompts[0], max_new_tokens=WARM_UP_TOKENS)
         try:
             for name in names:
-                self._run_guarded(name, partial(self.methods[name], warm_up))
+                self._call_or_record_error(name, partial(self.methods[name], warm_up))
             for number, prompt in enumerate(self.prompts):
-                first_method = number % len(names)
-                for name in [*names[first_method:], *names[:first_method]]:
-                    if len(self.runs[name].by_prompt) < self.n_affordable(name):
-                        self._run_guarded(name, partial(self._run_prompt, name, number, prompt))
+                n_rotated = number % len(names)
+                for name in [*names[n_rotated:], *names[:n_rotated]]:
+                    if len(self.runs[name].by_prompt) < self.max_prompts(name):
+                        self._call_or_record_error(name, partial(self._run_prompt, name, number, prompt))
         except KeyboardInterrupt:
             return False
         return True
 
-    def n_affordable(self, name: str) -> int:
+    def max_prompts(self, name: str) -> int:
         """Return how many prompts a method may decode, given its speed so far."""
         method_runs, base_runs = self.runs[name], self.runs[self.base]
         if self.complete or not method_runs.by_prompt or not base_runs.by_prompt or name == self.base:
             return len(self.prompts)
         per_prompt_s = method_runs.seconds / len(method_runs.by_prompt)
-        allowed_s = SLOWEST * len(self.prompts) * base_runs.seconds / len(base_runs.by_prompt)
-        return max(FEWEST, int(allowed_s / per_prompt_s))
+        allowed_s = MAX_SLOWDOWN * len(self.prompts) * base_runs.seconds / len(base_runs.by_prompt)
+        return max(MIN_PROMPTS, int(allowed_s / per_prompt_s))
 
-    def _run_guarded(self, name: str, call: Callable[[], object]) -> None:
+    def _call_or_record_error(self, name: str, call: Callable[[], object]) -> None:
+        """Call a method's decoding, unless the method has failed before; record its error."""
         if self.runs[name].error is not None:
             return
         try:
@@ -162,56 +167,47 @@ class Interleaved:
 
 @dataclass(frozen=True, slots=True)
 class Figures(Record):
-    """One row of the comparison; None where nothing was measured.
-
-    `prompts` of `of` were decoded; `ratio` and `identical` are against plain decoding of the same prompts. α, M and
-    `passes_per_token` (of the target, without prefill) are over all completions. `perplexity` is that of the output
-    under the target itself; its ratio and the ratio's interval over prompts are to plain decoding's. `early_share`:
-    share of tokens accepted from an intermediate layer; `rejected_share`: share of the verified early predictions that
-    the last layer contradicted. `quality` is the mean of the data set's measure over the prompts, `pass_at_10` that of
-    pass@10 where there are as many samples. `extra_bytes`: tensors other than the target's weights and buffer.
-    `expected_ratio` is E(Spd.) of the rounds by measured costs, `published_ratio` with a layer set's c = 1 - r (SWIFT
-    Eq. 6). `reason`: why there are no figures, or not of all prompts.
-    """
+    """One row of the comparison; a figure that was not measured is None. "Plain" means plain decoding."""
 
     method: str
     title: str = ""
     lossy: bool = False
-    prompts: int = 0
-    of: int = 0
+    prompts: int = 0  # Prompts that were decoded, ...
+    of: int = 0  # ... of this number.
     tokens: int = 0
     seconds: float = 0.0
     tok_s: float | None = None
-    ratio: float | None = None
+    ratio: float | None = None  # Speed ÷ plain speed.
     ratio_interval: tuple[float, float] | None = None
     acceptance_rate: float | None = None
     mean_generated_length: float | None = None
-    passes_per_token: float | None = None
-    expected_ratio: float | None = None
-    published_ratio: float | None = None
-    identical: int | None = None
-    perplexity: float | None = None
-    perplexity_ratio: float | None = None
+    passes_per_token: float | None = None  # Passes of the target, without prefill.
+    expected_ratio: float | None = None  # E(Spd.) of the rounds, by measured costs.
+    published_ratio: float | None = None  # E(Spd.) with c = 1 - r of the layer set (SWIFT Eq. 6).
+    identical: int | None = None  # Prompts whose tokens equal the plain ones.
+    perplexity: float | None = None  # Of the output, under the target.
+    perplexity_ratio: float | None = None  # Perplexity ÷ plain perplexity.
     perplexity_interval: tuple[float, float] | None = None
-    early_share: float | None = None
-    rejected_share: float | None = None
+    early_share: float | None = None  # Share of tokens that were accepted from an intermediate layer.
+    rejected_share: float | None = None  # Share of verified early predictions that the last layer contradicted.
     extra_parameters: int | None = None
-    extra_bytes: int | None = None
+    extra_bytes: int | None = None  # Tensors other than the target's weights and KV buffer.
     joules_per_token: float | None = None
-    quality: float | None = None
+    quality: float | None = None  # Mean of the data set's measure.
     quality_interval: tuple[float, float] | None = None
-    pass_at_10: float | None = None
+    pass_at_10: float | None = None  # Mean pass@10, if there are at least 10 samples.
     settings: Mapping[str, Any] = field(default_factory=dict)
-    reason: str | None = None
+    reason: str | None = None  # Why figures are missing, or cover only some of the prompts.
 
-    def missing(self, n_prompts: int, reason: str) -> Figures:
+    def unmeasured(self, n_prompts: int, reason: str) -> Figures:
+        """Return the row of a method that decoded none of the prompts."""
         return replace(self, of=n_prompts, reason=reason, extra_parameters=None, extra_bytes=None)
 
 
 def figures(
-    unmeasured_row: Figures,
+    base_row: Figures,
     method_runs: Runs,
-    base_runs: Runs,
+    plain_runs: Runs,
     n_prompts: int,
     nll: NLL | None,
     keeps_tokens: bool = True,
@@ -221,92 +217,82 @@ def figures(
 ) -> Figures:
     """Fill in a method's row from its runs and those of plain decoding.
 
-    Args: unmeasured_row: the row with what is known without running the method. nll: None leaves the perplexity out.
-          keeps_tokens: the method emits plain decoding's tokens, also when sampling from the same seed.
-          predicts_early: its drafts are predictions at an intermediate layer. samples: neighbours that are completions
-          of one prompt: they are alike, and intervals over them would be too narrow. costs: of the passes of its
-          layer set, where it has one.
+    Args: base_row: the row with the fields that are known without running the method. nll: None: no perplexity.
+          keeps_tokens: the method emits plain decoding's tokens, even when sampling from the same seed. predicts_early:
+          its drafts are predictions at an intermediate layer. samples: number of consecutive completions of one prompt.
+          They are correlated, so intervals count them as one. costs: of passes with its layer set, if it has one.
     """
-    shared_numbers = [number for number in method_runs.by_prompt if number in base_runs.by_prompt]
-    if not shared_numbers:
-        return unmeasured_row.missing(n_prompts, method_runs.error or "interrupted before its first prompt was done")
-    runs, plain_runs = (
-        [method_runs.by_prompt[i] for i in shared_numbers],
-        [base_runs.by_prompt[i] for i in shared_numbers],
-    )
-    timings, plain_timings = [run.timed for run in runs], [run.timed for run in plain_runs]
+    numbers = [number for number in method_runs.by_prompt if number in plain_runs.by_prompt]
+    if not numbers:
+        return base_row.unmeasured(n_prompts, method_runs.error or "interrupted before its first prompt was done")
+    runs, matching_plain = [method_runs.by_prompt[i] for i in numbers], [plain_runs.by_prompt[i] for i in numbers]
+    timings, plain_timings = [run.timed for run in runs], [run.timed for run in matching_plain]
     n_tokens = sum(run.tokens for run in timings)
     joules = [run.joules for run in runs if run.joules is not None]
     total_joules = sum(joules) if len(joules) == len(runs) else 0.0
+    n_identical = sum(run.token_ids == plain.token_ids for run, plain in zip(runs, matching_plain, strict=True))
     return replace(
-        unmeasured_row,
-        prompts=len(shared_numbers),
+        base_row,
+        prompts=len(numbers),
         of=n_prompts,
         tokens=n_tokens,
         seconds=sum(run.seconds for run in timings),
         tok_s=speed(timings),
         ratio=speed_ratio(timings, plain_timings),
         ratio_interval=speed_interval(
-            _by_prompt(shared_numbers, timings, samples), _by_prompt(shared_numbers, plain_timings, samples)
+            _sum_samples(numbers, timings, samples), _sum_samples(numbers, plain_timings, samples)
         ),
-        **_counts([run.completion for run in runs if run.completion is not None], predicts_early, costs),
-        identical=sum(run.token_ids == plain_run.token_ids for run, plain_run in zip(runs, plain_runs, strict=True))
-        if keeps_tokens
-        else None,
-        **_perplexities(shared_numbers, method_runs, base_runs, nll, samples) if nll else {},
+        **_decoding_figures([run.completion for run in runs if run.completion is not None], predicts_early, costs),
+        identical=n_identical if keeps_tokens else None,
+        **_perplexities(numbers, method_runs, plain_runs, nll, samples) if nll else {},
         joules_per_token=total_joules / n_tokens if total_joules and n_tokens else None,
         reason=method_runs.error,
     )
 
 
 def qualities(scores: Mapping[int, float], samples: int) -> dict[str, Any]:
-    """Return quality figures from answer number -> score (0 to 1); a prompt's samples have consecutive numbers."""
-    by_prompt: dict[int, list[float]] = {}
+    """Return quality figures from the scores (0 to 1) by answer number; a prompt's samples have consecutive numbers."""
+    scores_by_prompt: dict[int, list[float]] = {}
     for number, score in scores.items():
-        by_prompt.setdefault(number // samples, []).append(score)
-    complete = [
-        prompt_scores for prompt_scores in by_prompt.values() if len(prompt_scores) == samples
-    ]  # Leave out a prompt some of whose samples are missing because a slow method stopped early.
+        scores_by_prompt.setdefault(number // samples, []).append(score)
+    # A slow method that stopped early may lack samples of its last prompt: leave that prompt out.
+    complete = [prompt_scores for prompt_scores in scores_by_prompt.values() if len(prompt_scores) == samples]
     if not complete:
         return {}
     score_means = np.array([[sum(prompt_scores) / samples, 1.0] for prompt_scores in complete])
     interval = jackknife_interval(score_means, lambda mean_sums: np.asarray(mean_sums[..., 0] / mean_sums[..., 1]))
-    has_pass_at_k = samples >= K and all(score in (0.0, 1.0) for prompt_scores in complete for score in prompt_scores)
+    pass_at_k = None
+    if samples >= K and all(score in (0.0, 1.0) for prompt_scores in complete for score in prompt_scores):
+        pass_at_k = sum(pass_at(K, samples, round(sum(prompt_scores))) for prompt_scores in complete) / len(complete)
     return {
         "quality": float(score_means[:, 0].mean()),
         "quality_interval": interval and (max(0.0, interval[0]), min(1.0, interval[1])),
-        "pass_at_10": sum(pass_at(K, samples, round(sum(prompt_scores))) for prompt_scores in complete) / len(complete)
-        if has_pass_at_k
-        else None,
+        "pass_at_10": pass_at_k,
     }
 
 
-def _by_prompt(numbers: Sequence[int], values: Sequence[S], samples: int) -> list[S]:
-    """Return the sums over each prompt's samples."""
-    sums_by_prompt: dict[int, S] = {}
-    for number, sample in zip(numbers, values, strict=True):
+def _sum_samples(numbers: Sequence[int], values: Sequence[S], samples: int) -> list[S]:
+    """Return the values of the answers with these numbers, summed over each prompt's samples."""
+    sums: dict[int, S] = {}
+    for number, value in zip(numbers, values, strict=True):
         prompt_number = number // samples
-        sums_by_prompt[prompt_number] = (
-            sums_by_prompt[prompt_number] + sample if prompt_number in sums_by_prompt else sample
-        )
-    return list(sums_by_prompt.values())
+        sums[prompt_number] = sums[prompt_number] + value if prompt_number in sums else value
+    return list(sums.values())
 
 
 def _perplexities(
-    shared_numbers: Sequence[int], method_runs: Runs, base_runs: Runs, nll: NLL, samples: int
+    numbers: Sequence[int], method_runs: Runs, plain_runs: Runs, nll: NLL, samples: int
 ) -> dict[str, Any]:
     """Return the perplexity of the output and its ratio to plain decoding's, with an interval over prompts."""
-    both_runs = method_runs.by_prompt, base_runs.by_prompt
+    both_runs = method_runs.by_prompt, plain_runs.by_prompt
+    # Columns: nats and tokens of the method, nats and tokens of plain decoding.
     rows = np.array(
-        [
-            [number for runs in both_runs for number in (nll(i, runs[i].token_ids), runs[i].timed.tokens)]
-            for i in shared_numbers
-        ]
+        [[value for runs in both_runs for value in (nll(i, runs[i].token_ids), runs[i].timed.tokens)] for i in numbers]
     )
 
-    def log_ratio(sums_of_both: Array) -> Array:
-        """Return the difference in nats per token, from an array (..., 4) of both methods' sums of nats and tokens."""
-        return np.asarray(sums_of_both[..., 0] / sums_of_both[..., 1] - sums_of_both[..., 2] / sums_of_both[..., 3])
+    def log_ratio(sums: Array) -> Array:
+        """Return the differences in nats per token of sums (..., 4) of the columns."""
+        return np.asarray(sums[..., 0] / sums[..., 1] - sums[..., 2] / sums[..., 3])
 
     totals = rows.sum(axis=0)
     if not totals[1::2].all():
@@ -314,40 +300,38 @@ def _perplexities(
     return {
         "perplexity": math.exp(totals[0] / totals[1]),
         "perplexity_ratio": math.exp(log_ratio(totals)),
-        "perplexity_interval": ratio_interval(np.array(_by_prompt(shared_numbers, list(rows), samples)), log_ratio),
+        "perplexity_interval": ratio_interval(np.array(_sum_samples(numbers, list(rows), samples)), log_ratio),
     }
 
 
-def _counts(completions: Sequence[Completion], predicts_early: bool, costs: CostProfile | None) -> dict[str, Any]:
-    """Return figures from our decoding loop's counters; an empty result for other engines' decoding."""
-    n_drafted, n_accepted = (
-        sum(completion.drafted for completion in completions),
-        sum(completion.accepted for completion in completions),
-    )
-    n_passes, n_decoded = (
-        sum(completion.target_passes for completion in completions),
-        sum(completion.n_decoded for completion in completions),
-    )
-    n_refused = sum(completion.refused for completion in completions)
+def _decoding_figures(
+    completions: Sequence[Completion], predicts_early: bool, costs: CostProfile | None
+) -> dict[str, Any]:
+    """Return the figures from the decoding loop's counters; all are None without completions of this package."""
+    n_drafted = sum(completion.drafted for completion in completions)
+    n_accepted = sum(completion.accepted for completion in completions)
+    n_rejected = sum(completion.refused for completion in completions)
+    n_passes = sum(completion.target_passes for completion in completions)
+    n_decoded = sum(completion.n_decoded for completion in completions)
     has_early = predicts_early and n_decoded > 0
-    sets = {completion.layer_set for completion in completions if not completion.lossy}
-    layer_set = sets.pop() if len(sets) == 1 else None
-    published = None
+    layer_sets = {completion.layer_set for completion in completions if not completion.lossy}
+    layer_set = layer_sets.pop() if len(layer_sets) == 1 else None
+    published_ratio = None
     if layer_set is not None and not layer_set.formats and n_accepted and n_passes:
-        published = published_speedup(layer_set, n_decoded / n_passes, n_accepted / n_drafted)
+        published_ratio = published_speedup(layer_set, n_decoded / n_passes, n_accepted / n_drafted)
     return {
         "acceptance_rate": n_accepted / n_drafted if n_drafted else None,
         "mean_generated_length": n_decoded / n_passes if n_passes else None,
         "expected_ratio": expected_of(costs, completions),
-        "published_ratio": published,
+        "published_ratio": published_ratio,
         "passes_per_token": n_passes / n_decoded if n_decoded else None,
         "early_share": n_accepted / n_decoded if has_early else None,
-        "rejected_share": n_refused / (n_accepted + n_refused) if has_early and n_drafted else None,
+        "rejected_share": n_rejected / (n_accepted + n_rejected) if has_early and n_drafted else None,
     }
 
 
 def best_of(rows: Sequence[Figures]) -> Figures | None:
-    """Return the fastest lossless method whose speed-up's interval lies above 1; None: plain decoding is the plan."""
+    """Return the fastest lossless method whose ratio's interval is above 1; None if plain decoding is the best."""
     faster_rows = [
         row for row in rows if not row.lossy and row.ratio_interval is not None and row.ratio_interval[0] > 1
     ]
@@ -355,7 +339,7 @@ def best_of(rows: Sequence[Figures]) -> Figures | None:
 
 
 def by_ratio(rows: Sequence[Figures]) -> list[Figures]:
-    """Sort the rows, fastest first, those without figures last."""
+    """Return the rows sorted by ratio, the fastest first, rows without figures last."""
     return sorted(rows, key=lambda row: -math.inf if row.ratio is None else row.ratio, reverse=True)
 
 
@@ -366,20 +350,21 @@ def with_plan(
     fingerprint: str,
     store: Store | None,
 ) -> dict[str, Any]:
-    """Return the report with its plan, both stored if there is a store; an interrupted comparison makes no plan.
+    """Return the report with the plan that follows from it; store both if there is a store.
 
-    The current plan, if of a method that did not run, stays `best` where it was measured to be faster.
+    An interrupted comparison makes no plan. If the stored `best` plan has a method that did not run here and was
+    measured to be faster, it stays `best`.
     """
     plan = None if report["interrupted"] else plan_of(report, rows, recipes)
-    version, standing = None, None
+    version, kept_plan = None, None
     measured_methods = [row.method for row in rows if row.ratio is not None]
     if store is not None and plan is not None:
-        standing = _find_standing(report, fingerprint, plan, measured_methods, store)
-        version = store.add_plan(fingerprint, report["task"], plan, promote=standing is None).version
+        kept_plan = _find_better_plan(report, fingerprint, plan, measured_methods, store)
+        version = store.add_plan(fingerprint, report["task"], plan, promote=kept_plan is None).version
     full_report = {
         **report,
         "plan": None if plan is None else _plan_json(plan, version),
-        "standing": None if standing is None else _plan_json(standing.plan, standing.version),
+        "standing": None if kept_plan is None else _plan_json(kept_plan.plan, kept_plan.version),
         "stored": store is not None and bool(measured_methods),
     }
     if store is not None and measured_methods:
@@ -389,7 +374,7 @@ def with_plan(
 
 
 def plan_of(report: Mapping[str, Any], rows: Sequence[Figures], recipes: Mapping[str, Recipe]) -> Plan:
-    """Return the plan: the best lossless method of this package with its parts, or plain decoding."""
+    """Return the plan of the best lossless method of this package with its parts, or of plain decoding."""
     best = best_of([row for row in rows if row.method in METHODS])
     if best is None:
         return Plan(BASE, verdict="plain", device=report["device"], dtype=report["dtype"])
@@ -411,22 +396,22 @@ def plan_of(report: Mapping[str, Any], rows: Sequence[Figures], recipes: Mapping
     )
 
 
-def _find_standing(
+def _find_better_plan(
     report: Mapping[str, Any], fingerprint: str, plan: Plan, measured_methods: Sequence[str], store: Store
 ) -> FoundPlan | None:
-    """Return the stored plan to keep: same task, device and dtype, faster, and of a method that did not run."""
+    """Return the stored plan for this task, device and dtype if it is faster than `plan` and its method did not run."""
     try:
         stored_plan = store.lookup(fingerprint, report["task"], report["device"], report["dtype"])
     except LayerSetNotFound:
         return None
     is_faster = (stored_plan.plan.measured_speedup or 1.0) > (plan.measured_speedup or 1.0)
-    is_kept = (
+    is_better = (
         stored_plan.fallback is None
         and stored_plan.plan.verdict == "use"
         and is_faster
         and stored_plan.plan.method not in measured_methods
     )
-    return stored_plan if is_kept else None
+    return stored_plan if is_better else None
 
 
 def _plan_json(plan: Plan, version: int | None) -> dict[str, Any]:

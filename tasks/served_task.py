@@ -1,7 +1,7 @@
-"""One task of a served model: timings of plain and drafted rounds, the verdict on drafting, and its figures.
+"""One task of a served model: timings of plain and drafted rounds, the verdict on its drafts, and its figures.
 
-`TaskTraffic.status` computes the figures of a task; pages, `/v1/tuning` and `/metrics` show that record. What each
-figure means is a table in docs/serving.md.
+`TaskTraffic.status` computes the figures of a task, which pages, `/v1/tuning` and `/metrics` show. docs/serving.md
+defines each figure.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from ..optimizer.shift import AcceptanceChart
 from ..optimizer.task_state import TunedTask
 from ..optimizer.verdict import Timed, judge, speed
 
-LOOK_MARGIN = 1.5  # Initial safety factor on the expected time of scoring candidates, see `TaskTraffic.may_search`.
+INITIAL_OVERRUN = 1.5  # Initial safety factor on the expected time of scoring candidates, see `TaskTraffic.may_search`.
 MAX_PAIRS = 20  # Verdicts use at most this many of the latest pairs of timings.
 MIN_PAIRS = 6  # Pairs of timings that a verdict needs.
 JUDGE_EVERY = 2  # New pairs of timings between two verdicts.
-# Error probability of the confidence interval of a single verdict. Verdicts are repeated as pairs arrive: with no real
-# gain, one of them is "use" in 3 % of runs of 50 requests and in 5 % of runs of 100.
-LOOK_ERROR = 0.005
+# Error probability of a single verdict's interval. It is small because verdicts are repeated as pairs arrive: without a
+# real gain, one of them is "use" in 3 % of runs of 50 requests and in 5 % of runs of 100.
+VERDICT_ERROR = 0.005
 COMPARED_ROUNDS: Mapping[VerdictWord, int] = {"unmeasured": 8, "plain": 4, "use": 2}  # Rounds per comparison.
 UNMEASURED = Verdict("unmeasured")
 
@@ -44,13 +44,13 @@ RoundPair = tuple[Timed, Timed]  # (plain rounds, drafted rounds) of one request
 
 
 class SwitchedDrafter(Drafter):
-    """Drafts with `method` if `drafts()` is true when a round begins, else decodes the round plainly.
+    """Drafts with `method` if `is_drafted()` is true when a round begins, else decodes the round plainly.
 
     `method` may be replaced until the prompt is read.
     """
 
-    def __init__(self, method: Method, drafts: Callable[[], bool]) -> None:
-        self.method, self._drafts = method, drafts
+    def __init__(self, method: Method, is_drafted: Callable[[], bool]) -> None:
+        self.method, self._is_drafted = method, is_drafted
 
     @property
     def layer_set(self) -> LayerSet | None:
@@ -74,16 +74,16 @@ class SwitchedDrafter(Drafter):
         return self.method.drafter.max_rows(room)
 
     def start(self) -> None:
-        self.attach(self.context.runtime)  # The method may be another one than before the prompt was read.
+        self.attach(self.context.runtime)  # The method may have been replaced since the last call.
         self._drafter, self._plain = (method.drafter.begin(self.context) for method in (self.method, PLAIN))
         self._current = self._plain
 
     def draft(self, room: int) -> PassGenerator[Draft]:
-        self._current = self._drafter if self._drafts() else self._plain
+        self._current = self._drafter if self._is_drafted() else self._plain
         return (yield from self._current.draft(room))
 
     def guesses_behind(self, token_ids: Sequence[int], room: int) -> Sequence[tuple[int, TokenSource]]:
-        return self._drafter.guesses_behind(token_ids, room) if self._drafts() else ()
+        return self._drafter.guesses_behind(token_ids, room) if self._is_drafted() else ()
 
     def observe(self, outcome: Outcome) -> None:
         self._current.observe(outcome)
@@ -91,49 +91,45 @@ class SwitchedDrafter(Drafter):
 
 @dataclass(frozen=True, slots=True)
 class Judgement:
-    """A verdict on pairs of timings, with both speeds in tokens per second, whose quotient is its ratio.
-
-    `timed` says what each pair timed: rounds of a served request, or a job's whole request.
-    """
+    """A verdict on pairs of timings, with both speeds in tokens per second; its ratio is their quotient."""
 
     verdict: Verdict = UNMEASURED
-    timed: PairKind | None = None
+    timed: PairKind | None = None  # What a pair timed: rounds of a served request, or whole requests of a job.
     n_pairs: int = 0
     plain_tok_s: float | None = None
     drafted_tok_s: float | None = None
 
     @classmethod
     def of_rounds(cls, pairs: Sequence[RoundPair]) -> Judgement:
-        """Compare the time of drafted tokens with plain decoding's time for as many tokens of the same requests.
+        """Compare the time of the drafted tokens with plain decoding's time for as many tokens of the same requests.
 
-        Weight both sides by drafted tokens: every request has about as many plain rounds, but drafted rounds grow with
-        its length. Plain totals would give long requests, whose speed differs, another weight than drafted totals.
+        Both sides are weighted by drafted tokens. All requests have about the same number of plain rounds, while the
+        number of drafted rounds grows with the length: sums of the plain rounds would weight long requests, whose speed
+        differs, less than sums of the drafted rounds do.
         """
-        drafted_timings = [rounds for _, rounds in pairs]
+        drafted_timings = [drafted for _, drafted in pairs]
         plain_timings = [
-            Timed(rounds.tokens, plain_rounds.seconds * rounds.tokens / plain_rounds.tokens)
-            for plain_rounds, rounds in pairs
+            Timed(drafted.tokens, plain.seconds * drafted.tokens / plain.tokens) for plain, drafted in pairs
         ]
-        verdict = judge(drafted_timings, plain_timings, None, LOOK_ERROR)
+        verdict = judge(drafted_timings, plain_timings, None, VERDICT_ERROR)
         return cls(verdict, "rounds", len(pairs), speed(plain_timings), speed(drafted_timings))
 
     @classmethod
     def of_plan(cls, stored_plan: FoundPlan) -> Judgement:
-        """Return a stored plan's own verdict, with its speeds if its runs are stored."""
+        """Return the verdict of a stored plan, with its speeds if its runs are stored."""
         plan, record = stored_plan.plan, stored_plan.plan.layer_set
         verdict = Verdict(plan.verdict, plan.measured_speedup, plan.measured_interval)
         if plan.measured_speedup is None:
             return cls(verdict)
         if record is None or not record.evidence or record.measured_speedup != plan.measured_speedup:
             return cls(verdict, "requests")
-        runs = [(Timed(int(n), s), Timed(int(m), t)) for n, s, m, t in record.evidence]
-        plain_tok_s, drafted_tok_s = (speed([pair[is_drafted] for pair in runs]) for is_drafted in (False, True))
-        return cls(verdict, "requests", len(runs), plain_tok_s, drafted_tok_s)
+        plain, drafted = zip(*_pairs_of(record), strict=True)
+        return cls(verdict, "requests", len(plain), speed(plain), speed(drafted))
 
 
 @dataclass(frozen=True, slots=True)
 class DraftedRounds:
-    """Totals of drafted rounds: rounds, their tokens and engine seconds, draft steps, accepted draft tokens."""
+    """Totals of drafted rounds: their number, tokens, engine seconds, draft steps and accepted draft tokens."""
 
     rounds: int = 0
     tokens: int = 0
@@ -161,67 +157,60 @@ def _no_time() -> list[Timed]:
 
 @dataclass(slots=True)
 class RoundTimings:
-    """Tokens and seconds of one request's rounds, plain and drafted; `layer_set` is of their drafts.
+    """Tokens and seconds of one request's rounds, plain and drafted.
 
-    `alone` are rounds during which no prompt was read, with the seconds that the request waited for them. `plain_s` and
-    `drafted` cover all rounds, with the request's share of the engine's seconds: the shares of concurrent requests add
-    up to the elapsed time. `is_drafted` describes the current round.
-
-    Args: drafts: whether drafts are in use. compares: whether the request takes part in comparisons. context_bucket: of
-          the request's prompt.
+    `alone` counts the rounds during which the engine read no prompt and scored no candidate, with the seconds that the
+    request waited for them. `plain_s` and `drafted` count all rounds, with the request's share of the engine's seconds:
+    the shares of concurrent requests add up to the elapsed time.
     """
 
-    drafts: bool
-    compares: bool
-    layer_set: LayerSet
-    alone: list[Timed] = field(default_factory=_no_time)
+    drafts: bool  # Whether drafts are in use.
+    compares: bool  # Whether the request takes part in comparisons.
+    layer_set: LayerSet  # Of the drafts.
+    alone: list[Timed] = field(default_factory=_no_time)  # Plain rounds, drafted rounds.
     plain_s: float = 0.0
     drafted: DraftedRounds = DraftedRounds()
-    is_drafted: bool = False
-    context_bucket: int = 0
-    _n_beside: int = 0
+    is_drafted: bool = False  # Whether the current round drafts.
+    context_bucket: int = 0  # Of the request's prompt.
+    _n_beside: int = 0  # `Load.n_beside` when the current round began.
 
     def begin(self, compared_passes: range, compared_drafts: bool, load: Load) -> None:
         """Choose whether the next round drafts; during the target's `compared_passes`, the comparison decides."""
         self.is_drafted = compared_drafts if self.compares and load.n_checks in compared_passes else self.drafts
         self._n_beside = load.n_beside
 
-    def add(self, finished_round: Round) -> None:
-        timing, load = (
-            Timed(len(finished_round.token_ids), finished_round.draft_s + finished_round.verify_s),
-            finished_round.context.load,
-        )
-        seconds = finished_round.shared_s
+    def add(self, round_: Round) -> None:
+        """Count the current round, which has finished."""
+        timing = Timed(len(round_.token_ids), round_.draft_s + round_.verify_s)
         if self.is_drafted:
-            self.drafted += DraftedRounds(1, timing.tokens, seconds, finished_round.n_steps, finished_round.n_accepted)
+            self.drafted += DraftedRounds(1, timing.tokens, round_.shared_s, round_.n_steps, round_.n_accepted)
         else:
-            self.plain_s += seconds
-        if load.n_beside == self._n_beside:
+            self.plain_s += round_.shared_s
+        if round_.context.load.n_beside == self._n_beside:
             self.alone[self.is_drafted] += timing
 
     @property
     def why_plain(self) -> WhyPlain | None:
-        """Why nothing was drafted although drafts are in use, judging by these rounds."""
-        n_drafted, plain_s = self.drafted.rounds, self.plain_s
-        return COMPARISON if self.drafts and plain_s and not n_drafted else None
+        """Why no round drafted although drafts are in use: all were the plain rounds of a comparison."""
+        return COMPARISON if self.drafts and self.plain_s and not self.drafted.rounds else None
 
     @property
     def pair(self) -> RoundPair | None:
-        """The plain and the drafted rounds; None unless there were both."""
+        """Timings of the plain and of the drafted rounds, if there were both and the request takes part."""
         plain, drafted = self.alone
         return (plain, drafted) if self.compares and plain.tokens and drafted.tokens else None
 
 
 @dataclass(slots=True)
 class ContextVerdicts:
-    """Verdicts on drafts by context bucket, where enough requests of one were timed."""
+    """Verdicts on drafts by context bucket, for buckets with enough timed requests."""
 
-    pairs: dict[int, deque[RoundPair]] = field(default_factory=dict)
+    pairs: dict[int, deque[RoundPair]] = field(default_factory=dict)  # The latest pairs.
     words: dict[int, VerdictWord] = field(default_factory=dict)
-    n_added: dict[int, int] = field(default_factory=dict)  # Pairs added so far.
+    n_added: dict[int, int] = field(default_factory=dict)  # Number of pairs added so far.
 
     def add(self, bucket: int, pair: RoundPair) -> None:
-        """Add a request's pair of timings; with every `JUDGE_EVERY` of a context, judge its latest ones."""
+        """Add a request's pair of timings; judge the bucket's latest pairs after every `JUDGE_EVERY` of them."""
         pairs = self.pairs.setdefault(bucket, deque(maxlen=MAX_PAIRS))
         pairs.append(pair)
         self.n_added[bucket] = self.n_added.get(bucket, 0) + 1
@@ -236,65 +225,57 @@ class ContextVerdicts:
 
 @dataclass(slots=True)
 class TaskTraffic(TunedTask):
-    """One task of a served model: what is known of its drafts, and whether they are in use.
+    """One task of a served model: its drafts, the verdict on them, and its figures."""
 
-    `judged` is the latest verdict on the `pairs`, timed with layer set `paired`; `n_unjudged` pairs are newer.
-    `word` is the verdict in force for the drafts in use, until newer pairs contradict it. No search begins before the
-    plan was `looked_up`. `version` is the stored plan in use, and `best` the version that `best` meant at the latest
-    lookup.
-
-    `n_requests` have ended, with `n_tokens`. Their rounds took `seconds` of the engine, `compared_s` of these in rounds
-    of the way that is not in use. `drafted` are rounds with the drafts in use, since these or the text changed;
-    `saved_before_s` was saved by earlier drafts and on earlier text. The `slowest_look` took so many times as expected.
-    `since` is when the way in use was chosen, in seconds since 1970, and `used_at` when the latest request came, in
-    those of `time.monotonic`.
-    """
-
+    # Whether the stored plan was looked up; no search begins before.
     looked_up: bool = False
-    version: int | None = None
-    best: int | None = None
-    word: VerdictWord = "unmeasured"
-    judged: Judgement = Judgement()
-    pairs: deque[RoundPair] = field(default_factory=lambda: deque(maxlen=MAX_PAIRS))
-    paired: LayerSet | None = None
-    n_unjudged: int = 0
+    version: int | None = None  # The stored plan in use.
+    best: int | None = None  # The version that the alias `best` meant at the latest lookup.
+    stored_set: LayerSet | None = None  # The layer set of the stored plan in use.
     pinned: Way | None = None
-    n_requests: int = 0
-    n_tokens: int = 0
-    seconds: float = 0.0
-    compared_s: float = 0.0
-    drafted: DraftedRounds = DraftedRounds()
-    saved_before_s: float = 0.0
-    search_s: float = 0.0
-    slowest_look: float = LOOK_MARGIN
-    stored_for: LayerSet | None = None
-    since: float = field(default_factory=time.time)
-    used_at: float = 0.0
-    shifts: ShiftStatus = field(default_factory=ShiftStatus)
+
+    # The verdict in force for the drafts in use, until newer pairs contradict it.
+    word: VerdictWord = "unmeasured"
+    judged: Judgement = Judgement()  # The latest verdict on `pairs`.
+    pairs: deque[RoundPair] = field(default_factory=lambda: deque(maxlen=MAX_PAIRS))
+    paired: LayerSet | None = None  # The layer set with which the pairs were timed.
+    n_unjudged: int = 0  # Pairs since the latest verdict.
     by_context: ContextVerdicts = field(default_factory=ContextVerdicts)
+
+    n_requests: int = 0  # Requests that have ended.
+    n_tokens: int = 0  # Their tokens.
+    seconds: float = 0.0  # Engine seconds of their rounds.
+    compared_s: float = 0.0  # Of these, seconds of rounds in the mode (drafted or plain) that is not in use.
+    drafted: DraftedRounds = DraftedRounds()  # With the drafts in use, since these or the text changed.
+    saved_before_s: float = 0.0  # Seconds saved by earlier drafts and on earlier text.
+    search_s: float = 0.0  # Seconds of scoring candidates.
+    max_overrun: float = INITIAL_OVERRUN  # Largest ratio of measured to expected seconds of scoring candidates.
+    since: float = field(default_factory=time.time)  # When the mode in use was chosen, in seconds since 1970.
+    used_at: float = 0.0  # When the latest request came, on the monotonic clock.
+    shifts: ShiftStatus = field(default_factory=ShiftStatus)
 
     @property
     def drafts(self) -> bool:
-        """Whether drafts are in use, which they are until measured not to pay."""
-        return self._uses(self.word)
+        """Whether drafts are in use; they are until they are measured not to pay."""
+        return self._allows_drafts(self.word)
 
-    def _uses(self, word: VerdictWord) -> bool:
+    def _allows_drafts(self, word: VerdictWord) -> bool:
         return self.pinned == "best" or (self.pinned is None and word != "plain")
 
     def word_at(self, bucket: int) -> VerdictWord:
-        """Return the verdict in contexts of that bucket: their own, or else that of all."""
+        """Return the verdict for contexts of that bucket, or the verdict for all contexts if the bucket has none."""
         return self.by_context.words.get(bucket, self.word)
 
     def drafts_at(self, bucket: int) -> bool:
-        """Return whether drafts are in use in contexts of that bucket."""
-        return self._uses(self.word_at(bucket))
+        """Tell whether drafts are in use in contexts of that bucket."""
+        return self._allows_drafts(self.word_at(bucket))
 
     def compared_rounds_at(self, bucket: int) -> int:
-        """Return how many rounds of a request in such a context to compare."""
+        """Return how many rounds a comparison has in contexts of that bucket."""
         return 0 if self.pinned is not None else COMPARED_ROUNDS[self.word_at(bucket)]
 
     def why_plain_at(self, bucket: int) -> WhyPlain | None:
-        """Return why requests in contexts of that bucket are decoded without drafts; None: drafts are in use."""
+        """Return why requests in contexts of that bucket are decoded without drafts; None if drafts are in use."""
         if self.drafts_at(bucket):
             return None
         if self.pinned is None and self.word != "plain":
@@ -304,7 +285,7 @@ class TaskTraffic(TunedTask):
 
     @property
     def why_plain(self) -> WhyPlain | None:
-        """Why requests are decoded without drafts; None: drafts are in use."""
+        """Why requests are decoded without drafts; None if drafts are in use."""
         if self.drafts:
             return None
         if self.pinned is not None:
@@ -322,27 +303,27 @@ class TaskTraffic(TunedTask):
 
     @property
     def saved_s(self) -> float | None:
-        """Seconds saved against plain decoding by the drafts in use; None: there is no verdict on them."""
+        """Seconds that the drafts in use saved against plain decoding; None without a verdict on them."""
         ratio = self.judged.verdict.ratio
         return None if ratio is None else self.drafted.seconds * (ratio - 1)
 
     def saved_by(self, rounds: RoundTimings) -> float:
-        """Seconds that a request's drafts saved, by the ratio known now; 0 if there is no verdict on them yet."""
+        """Return the seconds that a request's drafts saved, by the current ratio; 0 without a verdict on them."""
         ratio = self.judged.verdict.ratio if rounds.layer_set == self.search.layer_set else None
         return 0.0 if ratio is None else rounds.drafted.seconds * (ratio - 1)
 
     def may_search(self, expected_s: float) -> bool:
-        """Whether the search's share of the time allows scoring candidates for `expected_s` seconds.
+        """Tell whether the search's share of the time allows scoring candidates for `expected_s` seconds.
 
-        The expected seconds are multiplied by the largest overrun so far.
+        The expected time is multiplied by the largest overrun so far.
         """
-        has_room = self.search_s + self.slowest_look * expected_s <= SEARCH_TIME_SHARE * self.seconds
-        return self.looked_up and self.pinned is None and has_room
+        fits_share = self.search_s + self.max_overrun * expected_s <= SEARCH_TIME_SHARE * self.seconds
+        return self.looked_up and self.pinned is None and fits_share
 
-    def count_look(self, seconds: float, expected_s: float) -> None:
-        """Record that scoring candidates took `seconds`."""
+    def count_scoring(self, seconds: float, expected_s: float) -> None:
+        """Record that scoring candidates took `seconds`, where `expected_s` were expected."""
         self.search_s += seconds
-        self.slowest_look = max(self.slowest_look, seconds / expected_s)
+        self.max_overrun = max(self.max_overrun, seconds / expected_s)
 
     def count(self, completion: Completion) -> None:
         """Count a request that has ended."""
@@ -358,7 +339,7 @@ class TaskTraffic(TunedTask):
             self.drafted += rounds.drafted
 
     def add(self, rounds: RoundTimings) -> bool:
-        """Learn from a request's rounds; return whether to store the drafts as a new version."""
+        """Add a request's rounds to the verdict; return whether to store the drafts as a new version."""
         layer_set, pair = self.search.layer_set, rounds.pair
         if self.paired not in (None, layer_set):
             self.drop_pairs()
@@ -377,7 +358,7 @@ class TaskTraffic(TunedTask):
         self.word = "use" if is_faster else "plain" if verdict.interval[1] < 1 else previous_word
         if "plain" in (self.word, previous_word) and self.word != previous_word:
             self.since = time.time()
-        return is_faster and (previous_word != "use" or self.stored_for != layer_set)
+        return is_faster and (previous_word != "use" or self.stored_set != layer_set)
 
     def _judge(self) -> None:
         self.judged, self.n_unjudged = Judgement.of_rounds(self.pairs), 0
@@ -390,27 +371,27 @@ class TaskTraffic(TunedTask):
         self.by_context = ContextVerdicts()
 
     def use_plan(self, stored_plan: FoundPlan, search: Search) -> None:
-        """Use a stored plan's drafts, those of `search`, from the next request on.
+        """Use a stored plan from the next request on; `search` begins with its layer set.
 
-        A plan stored by a server is searched and judged further; a plan from a job is used as it is.
+        If a server stored the plan, search and verdicts go on. A plan from a job is used unchanged.
         """
         record = stored_plan.plan.layer_set
         self.search.finish("a stored plan is in use")
         self.search = search
-        self.version, self.word, self.stored_for = stored_plan.version, stored_plan.plan.verdict, search.layer_set
+        self.version, self.word, self.stored_set = stored_plan.version, stored_plan.plan.verdict, search.layer_set
         self.drop_pairs()
         self.paired = search.layer_set
         if record is not None and record.job is None and record.evidence:
-            self.pairs += [(Timed(int(n), s), Timed(int(m), t)) for n, s, m, t in record.evidence]
+            self.pairs += _pairs_of(record)
             self._judge()
         else:
             self.judged = Judgement.of_plan(stored_plan)
             search.finish("a stored plan is in use")
-        # Start a new chart: requests in progress still use the old drafts, whose acceptance must not count.
+        # Requests in progress still use the old drafts, whose acceptance must not count in the new chart.
         self.shift.chart, self.shift.settled = AcceptanceChart(), False
 
     def record_in_use(self, model: str, runtime: Runtime) -> LayerSetRecord:
-        """Describe the drafts in use, with their verdict and its timings; `model` is the served model's name."""
+        """Return the record of the drafts in use with their verdict and its timings; `model` is the served name."""
         return replace(
             self.record(model, runtime, self.judged.verdict, self.pairs),
             acceptance_rate=_round(self.drafted.acceptance_rate, 4),
@@ -454,6 +435,14 @@ class TaskTraffic(TunedTask):
                 latest=search.trials[-1] if search.trials else None,
             ),
         )
+
+
+def _pairs_of(record: LayerSetRecord) -> list[RoundPair]:
+    """Return the stored timings that the verdict of a layer set is based on."""
+    return [
+        (Timed(int(plain_tokens), plain_s), Timed(int(drafted_tokens), drafted_s))
+        for plain_tokens, plain_s, drafted_tokens, drafted_s in record.evidence
+    ]
 
 
 def _round(value: float | None, digits: int) -> float | None:

@@ -1,9 +1,9 @@
-"""Learn from the requests that a model serves: search for drafts meanwhile, try them, and keep those that pay.
+"""Tuning on the requests that a model serves: search for better drafts, compare them with plain decoding, adopt them.
 
-Drafts never change a request's output. So from time to time all requests switch for a few rounds between drafted and
-plain decoding: each request then has timings of both for the same text, and the verdict compares these pairs. The surer
-the verdict, the fewer such rounds. Some always remain, so that drafts that stop paying are dropped, and are used again
-once they pay.
+Drafts never change a request's output. Therefore all requests can switch between drafted and plain decoding for a few
+rounds from time to time (a comparison): each request then has timings of both for the same text, and the verdict
+compares these pairs. The surer the verdict, the fewer rounds are compared. Some always are, so that drafts are dropped
+when they stop paying, and used again when they pay.
 """
 
 from __future__ import annotations
@@ -45,20 +45,20 @@ from ..store import Store
 from .background import BackgroundQueries
 from .generate import GrowingText, log_round
 from .job import with_retries
-from .kept_trials import KeptTrials
 from .recipes import TYPICAL_POSITIONS, stamp, stored_costs
 from .served_task import RoundTimings, SwitchedDrafter, TaskTraffic
+from .served_trials import ServedTrials
 from .stored_plans import StoredPlans
 
 DRAFT_FORMAT = "int4"
-LEASE_S = 30.0  # Lease of a replica on a task's search. It is renewed after a third of this time.
+LEASE_S = 30.0  # Lease of a replica on a task's search; it is renewed after a third of this time.
 SAVE_COSTS_S = 60.0  # Seconds between two writes of the refined costs to the database.
-CORPUS_BYTES = 64 << 20  # Memory for finished answers where nothing else is said.
-KEEP_TRIALS_S = 5.0  # Seconds between two writes of a task's trials to the database.
+CORPUS_BYTES = 64 << 20  # Default memory for finished answers.
+STORE_TRIALS_S = 5.0  # Seconds between two writes of a task's trials to the database.
 REFRESH_S = 5.0  # Seconds between two lookups of plans that other replicas stored.
-# Tasks kept per model. When all of them are tuned, requests with new task names count as the default task.
+# Maximum tasks per model. When all of them are tuned, requests with new task names count as the default task.
 MAX_TASKS = 64
-# Cosine between a prompt's hidden state and a task's mean from which the prompt is assigned to that task.
+# Minimum cosine between a prompt's hidden state and a task's mean state to assign the prompt to the task.
 MIN_SIMILARITY = 0.8
 
 T = TypeVar("T")
@@ -67,13 +67,11 @@ logger = logging.getLogger(__name__)
 
 
 class ServedRequest:
-    """One request while it is decoded: what its client gets, and what is learnt from it.
+    """One request while it is decoded: what its client gets, and what its task learns from it.
 
-    Its task is known once its prompt was read, where the request names none: `handle` of `Prefilled` begins its rounds.
-
-    Args: task: whose drafts to use; None: the task with the most similar prompts. learns: whether comparisons and the
-          search may use the request, and drafts its answer. counts: whether its rounds count in the task's figures.
-          salt: only requests of the same one draft from its answer.
+    Args: task: whose drafts to use; None: the task with the most similar prompts, chosen after the prefill. learns:
+          whether comparisons and the search may use the request, and other requests may draft from its answer. counts:
+          whether its rounds count in the task's figures. salt: only requests with the same salt draft from its answer.
     """
 
     def __init__(
@@ -86,14 +84,14 @@ class ServedRequest:
         counts: bool,
         salt: str = "",
     ) -> None:
-        self._traffic, self._prompt_id, self._name = traffic, prompt.id, task
+        self._traffic, self._prompt_id, self._task_name = traffic, prompt.id, task
         self._learns, self._counts, self._salt = learns, counts, salt
         self._lead: Sequence[int] = ()  # The last tokens of the prompt.
         self._text, self._log = GrowingText(session, prompt), RoundLog()
         self._task = traffic.task(task or DEFAULT_TASK)
         self._rounds: RoundTimings | None = None
         self._why_plain: WhyPlain | None = None
-        self._read: ReadPrompt | None = None
+        self._read_prompt: ReadPrompt | None = None
         self.drafter = SwitchedDrafter(
             self._task.search.method, lambda: self._rounds is not None and self._rounds.is_drafted
         )
@@ -104,8 +102,8 @@ class ServedRequest:
         return self._rounds is not None
 
     def handle(self, event: WorkEvent) -> Work[None]:
-        """Report the client's part of a decoding event, then search for better drafts."""
-        self._traffic.take_stored()
+        """Yield what the client gets of a decoding event, then score candidates if that is due."""
+        self._traffic.process_queries()
         match event:
             case Prefilled(context=context):
                 self._traffic.learn_costs(context.load)
@@ -122,9 +120,9 @@ class ServedRequest:
                 return
         yield from self._text.read_event(event)
         if self._learns and self._traffic.may_search(self._task, self._prompt_id) and context.finish is None:
-            yield from self._traffic.look(self._task, context, self._prompt_id)
-            self._traffic.take_stored()
-        self._traffic.compare(self._current_rounds, context.load)
+            yield from self._traffic.score_candidates(self._task, context, self._prompt_id)
+            self._traffic.process_queries()
+        self._traffic.begin_round(self._current_rounds, context.load)
 
     @property
     def _current_rounds(self) -> RoundTimings:
@@ -132,30 +130,36 @@ class ServedRequest:
         return self._rounds
 
     def _begin(self, prefilled: Prefilled) -> None:
-        self._task = self._traffic.task(self._name or self._traffic.nearest_task(prefilled))
+        """Choose the task and its drafts, now that the prompt's hidden state is known."""
+        self._task = self._traffic.task(self._task_name or self._traffic.nearest_task(prefilled))
         context = prefilled.context
         context.corpus = self._traffic.corpora.of(self._salt, self._task.name)
         self._lead = context.token_ids[max(0, context.n_prompt - LEAD_TOKENS) : context.n_prompt]
         if self._learns:
-            self._read = self._task.add_prompt(prefilled)
+            self._read_prompt = self._task.add_prompt(prefilled)
         bucket = context_bucket(context.root_slot)
-        self._rounds = self._traffic.begin(self._task, self._learns, context.load, bucket)
+        self._rounds = self._traffic.begin_request(self._task, self._learns, context.load, bucket)
         self._why_plain = self._task.why_plain_at(bucket)
         self.drafter.method = self._task.search.method
 
     def _finish(self, turn: Turn) -> Generated:
+        """Add the finished request to its task's figures; return the event for the client."""
         task, rounds = self._task, self._current_rounds
         if self._counts:
             task.count_rounds(rounds)
         saved_s = task.saved_by(rounds)
         if self._learns:
-            self._traffic.learn(task, rounds, turn.completion, self._read)
+            self._traffic.learn(task, rounds, turn.completion, self._read_prompt)
             self._traffic.corpora.add(self._salt, task.name, self._lead, turn.completion.token_ids)
-        method = "adaptive" if rounds.drafts else "plain"
-        verdict_and_rounds: dict[str, Any] = {"verdict": task.word, "rounds": self._log.total()}
-        decoding = GenerateInfo(method, version=task.version, saved_s=saved_s, **verdict_and_rounds)
-        decoding = replace(decoding, why_plain=self._why_plain or rounds.why_plain).of(turn.completion)
-        return Generated(replace(turn.prompt, task=task.name), turn.completion, decoding)
+        info = GenerateInfo(
+            "adaptive" if rounds.drafts else "plain",
+            version=task.version,
+            verdict=task.word,
+            saved_s=saved_s,
+            rounds=self._log.total(),
+            why_plain=self._why_plain or rounds.why_plain,
+        )
+        return Generated(replace(turn.prompt, task=task.name), turn.completion, info.of(turn.completion))
 
 
 class Traffic:
@@ -171,32 +175,33 @@ class Traffic:
         is_busy: Callable[[], bool] = lambda: False,
         corpora: Corpora | None = None,
     ) -> None:
-        """Args: corpora: what drafts may repeat of finished answers; None: those of this process, in memory."""
+        """Args: model: the name under which the model is served. corpora: finished answers that drafts may copy from;
+        None: those of this process, in memory.
+        """
         self.model, self.runtime, self.store = model, runtime, store
         self.corpora = Corpora(CORPUS_BYTES) if corpora is None else corpora
         self.settings = settings or TuningSettings(draft_format=DRAFT_FORMAT)
-        # Store the name under which the model is served, so that lookups by it find the model's plans.
+        # Store the name under which the model is served, so that lookups by this name find the model's plans.
         if store is not None:
             named_info = replace(runtime.info, names=(*runtime.info.names, model))
             with_retries(lambda: store.remember_model(named_info))
         self.costs = self._stored_costs(on_step)
-        self._costs_saved_at = time.monotonic()
+        self._costs_saved_s = time.monotonic()
         runtime.copies.prepare(runtime.whole.filled(self.settings.draft_format), on_step)
         runtime.copies.kept.add(self.settings.draft_format)
         self.paused = False
         self._is_busy = is_busy
-        # Target passes (numbered by load.n_checks) of the latest comparison, and whether its rounds draft. All requests
-        # switch together: a plain round that is batched with drafted rounds waits for their drafts, which would distort
-        # the time of plain decoding.
+        # The latest comparison: its target passes, numbered by `Load.n_checks`, and whether its rounds draft. All
+        # requests switch together: a plain round in one batch with drafted rounds would wait for their drafts, which
+        # distorts the time of plain decoding.
         self._compared_passes, self._compared_drafts = range(0), False
         self._n_running = self._n_begun = 0  # Requests now decoding; requests begun since the latest comparison.
         self._tasks: dict[str, TaskTraffic] = {}
-        self._owner = secrets.token_hex(8)
-        # Task -> end of this replica's lease on its search, on the monotonic clock.
-        self._leases: dict[str, float] = {}
+        self._owner = secrets.token_hex(8)  # Identifies this replica in leases.
+        self._leases: dict[str, float] = {}  # Task -> end of this replica's lease on its search, monotonic clock.
         self._queries = BackgroundQueries()
         self._stored_plans = None if store is None else StoredPlans(store, runtime, self._has_costs)
-        self._kept_trials = KeptTrials(runtime.info.fingerprint, model)
+        self._trial_log = ServedTrials(runtime.info.fingerprint, model)
         self._known_sets: tuple[KnownSet, ...] = ()
         if store is not None:
             self._known_sets = tuple(store.known_sets(runtime.info.fingerprint))
@@ -206,30 +211,24 @@ class Traffic:
                 self._tasks[known_set.task].shift.total = known_set.state
 
     def _stored_costs(self, on_step: OnStep) -> ObservedCosts:
-        """Return stored costs of the model's passes in all contexts, those of a typical one measured if need be."""
+        """Return the stored costs of the model's passes at all context lengths; measure a typical one if missing."""
         runtime, draft_format = self.runtime, self.settings.draft_format
-        profile = stored_costs(runtime, self.store, TYPICAL_POSITIONS, on_step, [draft_format])
-        stored_profiles: Sequence[CostProfile] = []
+        typical = stored_costs(runtime, self.store, TYPICAL_POSITIONS, on_step, [draft_format])
+        profiles: Sequence[CostProfile] = []
         if self.store is not None:
             with suppress(StoreError):
-                # Costs at the typical context length are enough.
-                device, dtype = profile.device, profile.dtype
-                stored_profiles = self.store.cost_profiles(profile.fingerprint, device=device, dtype=dtype)
-        needed_formats = {draft_format, *(name for name in profile.formats if name.startswith(MTP_COSTS))}
-        same_software = (
-            stored_profile
-            for stored_profile in stored_profiles
-            if stored_profile.software == profile.software and needed_formats <= set(stored_profile.formats)
+                # Without the other profiles, the costs of the typical context serve at all lengths.
+                device, dtype = typical.device, typical.dtype
+                profiles = self.store.cost_profiles(typical.fingerprint, device=device, dtype=dtype)
+        needed_formats = {draft_format, *(name for name in typical.formats if name.startswith(MTP_COSTS))}
+        others = (
+            profile
+            for profile in profiles
+            if profile.software == typical.software
+            and needed_formats <= set(profile.formats)
+            and profile.context_bucket != typical.context_bucket
         )
-        return ObservedCosts(
-            profile,
-            (
-                stored_profile
-                for stored_profile in same_software
-                if stored_profile.context_bucket != profile.context_bucket
-            ),
-            slot_copies(runtime),
-        )
+        return ObservedCosts(typical, others, slot_copies(runtime))
 
     def work(
         self,
@@ -241,22 +240,24 @@ class Traffic:
         salt: str = "",
         **options: Any,
     ) -> Work[None]:
-        """Decode one request; also report `TextAdded` and `Generated`. Arguments as for `ServedRequest`."""
+        """Decode one request; also yields `TextAdded` and `Generated`. Arguments as for `ServedRequest`."""
         served_request = ServedRequest(self, session, prompt, task, learn, counts, salt)
-        n_scratch_rows = max(each_task.search.scratch_rows for each_task in self._tasks.values()) if learn else 0
-        method, decode_options = (
-            Method("adaptive", served_request.drafter),
-            {**options, "salt": salt, "scratch_rows": n_scratch_rows, "with_state": True},
-        )
+        options |= {"salt": salt, "scratch_rows": 0, "with_state": True}
+        if learn:
+            # The prompt may turn out to be of any task: reserve the most slots that a search needs.
+            options["scratch_rows"] = max(known_task.search.scratch_rows for known_task in self._tasks.values())
+        method = Method("adaptive", served_request.drafter)
         try:
-            yield from subscribed(session.request(prompt, method, **decode_options), served_request.handle)
+            yield from subscribed(session.request(prompt, method, **options), served_request.handle)
         finally:
             self._n_running -= served_request.is_begun
 
-    def begin(self, task: TaskTraffic, learn: bool, load: Load, bucket: int) -> RoundTimings:
-        """Count a request whose prompt was read; once per as many requests as are running, begin a comparison.
+    def begin_request(self, task: TaskTraffic, learn: bool, load: Load, bucket: int) -> RoundTimings:
+        """Count a request whose prompt was read, and begin a comparison if one is due.
 
-        Args: bucket: of the request's context.
+        A comparison is due once as many requests have begun since the latest one as are running.
+
+        Args: bucket: the request's context bucket.
         """
         self._n_running += 1
         self._n_begun += 1
@@ -265,26 +266,26 @@ class Traffic:
         is_over = self._n_running == 1 or load.n_checks >= self._compared_passes.stop
         if n_rounds and is_over and self._n_begun >= self._n_running:
             self._n_begun = 0
-            # With other requests running, start at the next pass: their rounds in this one have begun already.
+            # If other requests run, start at the next pass, because their rounds in this one have begun.
             first_pass = load.n_checks + (self._n_running > 1)
             self._compared_passes, self._compared_drafts = range(first_pass, first_pass + n_rounds), not rounds.drafts
         return rounds
 
-    def compare(self, rounds: RoundTimings, load: Load) -> None:
+    def begin_round(self, rounds: RoundTimings, load: Load) -> None:
         """Begin a request's next round, drafted or plain as the current comparison requires."""
         rounds.begin(self._compared_passes, self._compared_drafts, load)
 
-    def take_stored(self) -> None:
+    def process_queries(self) -> None:
         """Process the results of finished database queries."""
         self._queries.take()
 
     def learn_costs(self, load: Load) -> None:
-        """Update the costs from passes timed since the last event, and store them every SAVE_COSTS_S."""
+        """Refine the costs by the passes timed since the last call, and store them every SAVE_COSTS_S."""
         self.costs.learn(load.take_timings())
         now_s = time.monotonic()
-        if self.store is None or now_s < self._costs_saved_at + SAVE_COSTS_S:
+        if self.store is None or now_s < self._costs_saved_s + SAVE_COSTS_S:
             return
-        self._costs_saved_at = now_s
+        self._costs_saved_s = now_s
         if refined_profiles := self.costs.refined():
             self._queries.ask("costs", "", partial(self._save_costs, self.store, refined_profiles), lambda _: None)
 
@@ -296,61 +297,65 @@ class Traffic:
         """Count a request that has ended, however it was decoded."""
         self.task(event.prompt.task).count(event.completion)
 
-    def look(self, task: TaskTraffic, context: Context, prompt_id: str) -> PassGenerator[None]:
-        """Score candidates during a request, and count the seconds."""
-        search_before_s, expected_s = context.tally.optimise_s, self._look_s(task, prompt_id)
+    def score_candidates(self, task: TaskTraffic, context: Context, prompt_id: str) -> PassGenerator[None]:
+        """Score candidates of a task's search during a request, count the seconds, and store the trials."""
+        search_before_s, expected_s = context.tally.optimise_s, self._expected_scoring_s(task, prompt_id)
         try:
             yield from task.search.score(context, prompt_id)
         finally:
-            task.count_look(context.tally.optimise_s - search_before_s, expected_s)
-            self._keep_trials(task)
+            task.count_scoring(context.tally.optimise_s - search_before_s, expected_s)
+            self._store_trials(task)
 
-    def _keep_trials(self, task: TaskTraffic) -> None:
+    def _store_trials(self, task: TaskTraffic) -> None:
         """Store the trials of a task's search that are not stored yet, in the background."""
-        search, trials = self._kept_trials.unstored(task.name, task.search)
+        search, trials = self._trial_log.unstored(task.name, task.search)
         if self.store is not None and trials:
-            store_trials = partial(self.store.add_served_trials, search, trials)
-            mark = partial(self._kept_trials.mark, search, trials)
-            self._queries.ask("trials", task.name, store_trials, lambda _: mark(), KEEP_TRIALS_S)
+            run_query = partial(self.store.add_served_trials, search, trials)
+            mark_stored = partial(self._trial_log.mark_stored, search, trials)
+            self._queries.ask("trials", task.name, run_query, lambda _: mark_stored(), STORE_TRIALS_S)
 
-    def _look_s(self, task: TaskTraffic, prompt_id: str) -> float:
-        """Expected seconds of scoring candidates on a prompt, from measured costs."""
-        return self.costs.at().target_pass_s(task.search.rows_ahead(prompt_id))
+    def _expected_scoring_s(self, task: TaskTraffic, prompt_id: str) -> float:
+        """Return how long the next scoring pass on a prompt takes at most, by measured costs."""
+        return self.costs.at().target_pass_s(task.search.max_scoring_rows(prompt_id))
 
     def may_search(self, task: TaskTraffic, prompt_id: str) -> bool:
+        """Tell whether this replica may score candidates of a task now."""
         if self.paused or self._is_busy() or not task.search.optimising:
             return False
-        return task.may_search(self._look_s(task, prompt_id)) and self._has_lease(task.name)
+        return task.may_search(self._expected_scoring_s(task, prompt_id)) and self._has_lease(task.name)
 
     def _has_lease(self, task: str) -> bool:
-        """Whether this replica holds the lease on a task's search among replicas on identical machines."""
+        """Tell whether this replica holds the lease on a task's search; requests or renews it in the background.
+
+        Of replicas on identical machines, one at a time searches.
+        """
         if self.store is None:
             return True
-        take = partial(self._leases.__setitem__, task)
-        self._queries.ask("lease", task, partial(self._lease, self.store, task), take, LEASE_S / 3)
+        keep_end = partial(self._leases.__setitem__, task)
+        self._queries.ask("lease", task, partial(self._lease, self.store, task), keep_end, LEASE_S / 3)
         return time.monotonic() < self._leases.get(task, -math.inf)
 
     def _lease(self, store: Store, task: str, seconds: float = LEASE_S) -> float:
         """Lease a task's search (0 seconds: release it); return the lease's end, -inf if another replica has it."""
-        lock_parts = self.runtime.info.fingerprint, machine_name(self.runtime), self.runtime.dtype_name
+        machine = self.runtime.info.fingerprint, machine_name(self.runtime), self.runtime.dtype_name
         lease_end_s = time.monotonic() + seconds
-        return (
-            lease_end_s if store.jobs.lock(" ".join(("search", *lock_parts, task)), self._owner, seconds) else -math.inf
-        )
+        is_leased = store.jobs.lock(" ".join(("search", *machine, task)), self._owner, seconds)
+        return lease_end_s if is_leased else -math.inf
 
     def nearest_task(self, prefilled: Prefilled) -> str:
-        """The task whose prompts are most similar to the prompt just read, else the default task."""
+        """Return the task whose prompts are most similar to the prompt that was read, else the default task."""
         assert prefilled.state is not None
         state = round_to_single(unit(prefilled.state.tolist()))
-        states = {task.name: task.shift.state for task in self._tasks.values()}
-        cosines = {name: sum(map(mul, state, of_task)) for name, of_task in states.items() if of_task}
+        mean_states = {task.name: task.shift.state for task in self._tasks.values()}
+        cosines = {name: sum(map(mul, state, mean_state)) for name, mean_state in mean_states.items() if mean_state}
         most_similar = max(cosines, key=lambda name: cosines[name], default=DEFAULT_TASK)
         return most_similar if cosines.get(most_similar, 0.0) >= MIN_SIMILARITY else DEFAULT_TASK
 
     def learn(
         self, task: TaskTraffic, rounds: RoundTimings, completion: Completion, read_prompt: ReadPrompt | None
     ) -> None:
-        if (shift := task.shifted_by(completion, read_prompt)) is not None:
+        """Add a finished request to its task's shift detection and verdict; store the drafts if they are new."""
+        if (shift := task.add_completion(completion, read_prompt)) is not None:
             task.drop_pairs()
             task.shifts = ShiftStatus(task.shifts.n + 1, shift.reason, task.n_requests + 1)
             logger.info("tuning=shifted task=%s reason=%r", task.name, shift.reason)
@@ -362,13 +367,16 @@ class Traffic:
             return
         record = stamp(task.record_in_use(self.model, self.runtime))
 
-        def take(stored_record: LayerSetRecord) -> None:
-            task.version, task.stored_for = stored_record.version, stored_record.layer_set
+        def note_version(stored_record: LayerSetRecord) -> None:
+            task.version, task.stored_set = stored_record.version, stored_record.layer_set
 
-        self._queries.ask("version", task.name, partial(self.store.add_layer_set, record), take)
+        self._queries.ask("version", task.name, partial(self.store.add_layer_set, record), note_version)
 
     def task(self, name: str) -> TaskTraffic:
-        """The task of that name, using the newest plan known from any replica."""
+        """Return the task of that name, and look up its stored plans in the background.
+
+        If there are too many tasks, an untuned one is dropped; if all are tuned, the default task is returned.
+        """
         self._queries.take()
         if name not in self._tasks and len(self._tasks) >= MAX_TASKS and not self._drop_task():
             name = DEFAULT_TASK
@@ -379,13 +387,13 @@ class Traffic:
         task.used_at = time.monotonic()
         if self._stored_plans is not None:
             if not task.looked_up:
-                self._ask_plans("plan", name, [name], self._stored_plans.look_up)
+                self._request_plans("plan", name, [name], self._stored_plans.look_up)
             names = [known_name for known_name, known_task in self._tasks.items() if known_task.looked_up]
-            self._ask_plans("plans", "", names, self._stored_plans.look_again)
+            self._request_plans("plans", "", names, self._stored_plans.look_up_moved)
         return task
 
     def _drop_task(self) -> bool:
-        """Drop the untuned task that was used least recently, those without trials first; return whether there is one.
+        """Drop the untuned task that was used least recently, tasks without trials first; return False without any.
 
         Requests of that task in progress keep its drafts.
         """
@@ -398,34 +406,34 @@ class Traffic:
         del self._tasks[task.name]
         self._leases.pop(task.name, None)
         self._queries.forget(task.name)
-        self._kept_trials.forget(task.name)
+        self._trial_log.forget(task.name)
         return True
 
     def _has_costs(self, layer_set: LayerSet) -> bool:
         return not self.costs.missing(layer_set)
 
-    def _ask_plans(
+    def _request_plans(
         self,
         query_name: str,
         task: str,
         names: Sequence[str],
         look_up: Callable[[Sequence[str]], Mapping[str, FoundPlan]],
     ) -> None:
-        """Use the stored plans of these tasks in a moment."""
+        """Look up the stored plans of these tasks in the background, and use them when they arrive."""
 
-        def take(plans: Mapping[str, FoundPlan]) -> None:
+        def use_plans(plans: Mapping[str, FoundPlan]) -> None:
             for name in names:
-                if (asked_task := self._tasks.get(name)) is not None:
-                    self._use_stored_plan(asked_task, plans.get(name))
+                if (known_task := self._tasks.get(name)) is not None:
+                    self._use_stored_plan(known_task, plans.get(name))
 
-        self._queries.ask(query_name, task, partial(look_up, names), take, REFRESH_S)
+        self._queries.ask(query_name, task, partial(look_up, names), use_plans, REFRESH_S)
 
     def _use_stored_plan(self, task: TaskTraffic, stored_plan: FoundPlan | None) -> None:
         task.looked_up = True
         if stored_plan is None or stored_plan.plan.layer_set is None:
             return
         previous_best, task.best = task.best, stored_plan.version
-        # A version that is neither the previous best nor our own: another replica or an operator changed `best`.
+        # If the version is neither the previous best nor this replica's, another replica or an operator moved `best`.
         if stored_plan.version not in (previous_best, task.version):
             task.use_plan(stored_plan, self._new_task(task.name, stored_plan.plan.layer_set.layer_set).search)
 
@@ -437,36 +445,33 @@ class Traffic:
     def steer(self, verb: TuningVerb, task: str | None = None, way: Way | None = None) -> None:
         """Pause or resume searches and comparisons, or pin a task to drafts or plain decoding (None: unpin)."""
         if verb == "pin":
-            target = self.task(task or DEFAULT_TASK)
-            had_drafts, target.pinned = target.drafts, way
-            target.since = target.since if target.drafts == had_drafts else time.time()
+            pinned_task = self.task(task or DEFAULT_TASK)
+            had_drafts, pinned_task.pinned = pinned_task.drafts, way
+            if pinned_task.drafts != had_drafts:
+                pinned_task.since = time.time()
         else:
             self.paused = verb == "pause"
 
     def status(self) -> ModelTuning:
         """Return the tuning status: drafts in use, candidates, cost of the search, and seconds saved."""
         self._queries.take()
-        return ModelTuning(
-            self.paused, tuple(task.status() for task in self._tasks.values()), costs=self._cost_status()
-        )
-
-    def _cost_status(self) -> CostStatus:
         profile = self.costs.at()
-        return CostStatus(profile.quality, profile.remark, profile.context_bucket, profile.target_pass_s(1))
+        costs = CostStatus(profile.quality, profile.remark, profile.context_bucket, profile.target_pass_s(1))
+        return ModelTuning(self.paused, tuple(task.status() for task in self._tasks.values()), costs=costs)
 
     def close(self) -> None:
         """End all searches, so that another replica can take them over."""
         self._queries.close()
         for task in self._tasks.values():
-            search, trials = self._kept_trials.unstored(task.name, task.search)
+            search, trials = self._trial_log.unstored(task.name, task.search)
             if self.store is not None and trials:
                 with suppress(StoreError):
-                    # The last trials are not worth waiting for a database that is away.
+                    # If the database is away, the last trials are lost: they are not worth a wait.
                     self.store.add_served_trials(search, trials)
             task.search.close()
         if self.store is not None:
             with suppress(StoreError):
-                # If storing fails, the next engine measures the costs again.
+                # If the costs cannot be stored, the next engine starts from the earlier ones.
                 self._save_costs(self.store, self.costs.refined())
         for name, lease_end_s in self._leases.items():
             if self.store is not None and time.monotonic() < lease_end_s:

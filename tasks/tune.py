@@ -1,4 +1,4 @@
-"""Tune a stream, here or as an attempt of a queued job: store events and checkpoints, and obey the job's verbs."""
+"""Tune a stream, here or as an attempt of a queued job: store events and checkpoints, and obey pause and stop."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ from .job import PATIENCE_S, HandedBack, LeaseKeeper, ModelTurn, Paused, tune_sp
 from .recipes import stamp, stored_costs
 
 SHOW_S = 1.0  # Seconds between two writes of the job's progress figures.
-CHECKPOINT_S = 5.0  # Seconds between two checkpoints, besides those after each pass of candidates and each prompt.
+CHECKPOINT_S = 5.0  # Maximum seconds between two checkpoints; further ones follow each scoring pass and each prompt.
 SHORT_PATIENCE_S = 5.0  # Longest wait for the database while the model is shared with an engine.
 
-E = TypeVar("E")
+E = TypeVar("E")  # Events of a generator.
 T = TypeVar("T")
 
 
@@ -59,9 +59,9 @@ def run_tuning(
 ) -> TuneResult:
     """Tune as requested, in this process; every trial and completion is on disk before the next event.
 
-    Args:   prompts: in place of those that the request's stream holds.
-    Raises: SwiftoptError: as the parts raise it; JobCancelled: the job was cancelled; JobFailed: its lease ran
-        out; KeyboardInterrupt after the best sets so far were stored.
+    Args:   prompts: used instead of the request's stream.
+    Raises: JobCancelled: the job was cancelled. JobFailed: its lease ran out. KeyboardInterrupt: after the best sets so
+            far were stored. SwiftoptError: the model, the stream or the database cannot be used.
     """
     if prompts is None:
         prompts = read_stream(request.stream, request.task, request.limit, request.form)
@@ -83,13 +83,12 @@ def load_model(request: TuneRequest, on_step: OnStep) -> Runtime:
 
 
 class TuningRun:
-    """Tune under a lease; `on_event` gets every event after it was written.
+    """One attempt of a tuning job, under a lease.
 
-    `ending` returns whether the process is to end: the run then raises HandedBack at its next checkpoint. `load` loads
-    the request's model. If other threads use the model too, the run computes within `turn`, which it holds from one
-    event to the next, but never while it waits for the database.
-
-    Raises: LeaseLost: in `tune`, when the attempt was replaced or its job cancelled.
+    Args: claim: the job with its last checkpoint. on_event: called with every event after it was written. writer: for
+          completions. ending: returns whether the process should end; the run then raises HandedBack at its next
+          checkpoint. load: loads the request's model. turn: if other threads use the model too, the context in which
+          the run computes; it is held from one event to the next, but never while the run waits for the database.
     """
 
     def __init__(
@@ -113,18 +112,22 @@ class TuningRun:
         self._pending: list[Event] = []  # Events that are not in the database yet.
         self._n_checkpoints = claim.n_checkpoints
         self._snapshot = claim.snapshot  # Tuner state of the last checkpoint.
+        # Times of the last write of events, of progress figures, and of the last check whether a checkpoint is due.
         self._written_s = self._shown_s = self._checkpoint_s = monotonic()
-        self._wanted: Wanted | None = claim.job.wanted
+        self._wanted: Wanted | None = claim.job.wanted  # The verb that a user sent to the job.
 
     def tune(self) -> list[TaskFinished]:
-        """Run from the last attempt's checkpoint to the end; return the results of this attempt's tasks."""
+        """Run from the job's last checkpoint to the end; return the results of the tasks that this attempt finished.
+
+        Raises: LeaseLost: the attempt was replaced, or its job was cancelled. HandedBack, Paused: it was interrupted.
+        """
         request = self.request
         self.handle(PhaseChanged("", "load", request.model))
         runtime = self._load(request, lambda step: self.handle(PhaseChanged("", "load", step)))
         with_retries(lambda: self.store.remember_model(runtime.info))
         session = Session(runtime, request.sampling, request.max_new_tokens)
         n_positions = int(median(session.check(prompt) for prompt in self.prompts))
-        settings, costs = self._drafts(session, n_positions)
+        settings, costs = self._prepare_drafts(session, n_positions)
         known_sets = with_retries(lambda: self.store.known_sets(runtime.info.fingerprint))
         memory = memory_for_texts(runtime) if request.concurrency > 1 else None
         self.tuner = Tuner(session, settings, costs, request.model, known_sets, request.concurrency, memory)
@@ -132,27 +135,31 @@ class TuningRun:
         with closing(self.tuner.run(self.prompts, self.claim.snapshot, self.claim.trials)) as events:
             for event in self._in_turns(events):
                 if isinstance(event, TaskFinished):
-                    finished_tasks.append(self._finish(event, "always"))
+                    finished_tasks.append(self._store_result(event, "always"))
                 else:
                     self.handle(event)
                 if self._is_stopped and not isinstance(event, EVENTS_WITHIN_STEP):
                     break
         if self._is_stopped:
-            finished_tasks += [self._finish(task, "if none") for task in self.tuner.unfinished("stopped on request")]
+            unfinished_tasks = self.tuner.unfinished("stopped on request")
+            finished_tasks += [self._store_result(task, "if none") for task in unfinished_tasks]
         for refined_profile in self.tuner.refined_costs:
             with_retries(partial(self.store.save_cost_profile, refined_profile))
         self._write()
         return finished_tasks
 
-    def _drafts(self, session: Session, n_positions: int) -> tuple[SwiftSettings, CostProfile]:
-        """Choose the drafts' weight format and convert the weights; return settings and costs for this format."""
+    def _prepare_drafts(self, session: Session, n_positions: int) -> tuple[SwiftSettings, CostProfile]:
+        """Choose the drafts' weight format and convert the weights; return the settings and costs with this format.
+
+        A checkpoint determines both, so that a resumed run drafts as before.
+        """
         settings, snapshot = self.request.settings, self.claim.snapshot or {}
         if settings.draft_format == AUTO and (chosen_format := snapshot.get("draft_format")):
             settings = replace(settings, draft_format=chosen_format)
         with refuse_unreadable_state():
             saved_costs = CostProfile.from_json(snapshot["costs"]) if "costs" in snapshot else None
         if saved_costs is not None and saved_costs.fingerprint != session.runtime.info.fingerprint:
-            problem = f"the weights of {self.request.model} are others than when this run began: start the run anew"
+            problem = f"the weights of {self.request.model} have changed since this run began: start the run anew"
             raise SettingsError(problem)
 
         def on_step(step: str) -> None:
@@ -171,7 +178,7 @@ class TuningRun:
         )
 
     def _in_turns(self, events: Generator[E, None, T]) -> Generator[E, None, T]:
-        """Yield a generator's events, computing each while holding the model."""
+        """Yield a generator's events; hold the model while it computes each of them."""
         while True:
             self._take_turn()
             with self._held_turn:
@@ -189,16 +196,16 @@ class TuningRun:
     def keep_unfinished(self) -> None:
         """Store the best sets so far of a run that was cut short, without making them plans.
 
-        A retry continues from the last checkpoint and drops everything after it, including unwritten events.
+        Unwritten events are dropped: a retry continues from the last checkpoint and repeats them.
         """
         self._pending.clear()
         for task in self.tuner.unfinished() if self.tuner is not None else ():
-            self._finish(task, "never")
+            self._store_result(task, "never")
 
     def handle(self, event: Event) -> None:
-        """Write the event if it must not be lost, pass it on, then obey the job's verb."""
+        """Write an event if it must not be lost, pass it on, then obey the verb that was sent to the job."""
         if isinstance(event, Progress):
-            self._show(event)
+            self._write_progress(event)
         else:
             self._pending.append(event)
             if isinstance(event, TrialsDone | PromptFinished):
@@ -211,10 +218,11 @@ class TuningRun:
         self._obey(can_save=isinstance(event, TrialsDone | PromptFinished | Progress))
 
     def _obey(self, can_save: bool) -> None:
-        verb_now = self._keeper.wanted or self._wanted
+        """Raise LeaseLost, HandedBack or Paused if the run has to end; the last two need a checkpoint (`can_save`)."""
+        verb = self._keeper.wanted or self._wanted
         if self._keeper.lost:
             raise LeaseLost(f"attempt {self._lease.attempt} of job {self._lease.job} was replaced: leave it")
-        interruption = HandedBack if self._ending() else Paused if verb_now == "pause" else None
+        interruption = HandedBack if self._ending() else Paused if verb == "pause" else None
         if interruption is not None and (can_save or self.tuner is None):
             if self.tuner is not None:
                 self._checkpoint()
@@ -222,12 +230,13 @@ class TuningRun:
 
     @property
     def _is_stopped(self) -> bool:
-        """Whether the job was asked to stop and keep what it found so far."""
+        """Whether the job was asked to stop and keep its results so far."""
         return "stop" in (self._keeper.wanted, self._wanted)
 
-    def _show(self, progress: Progress) -> None:
+    def _write_progress(self, progress: Progress) -> None:
+        """Write a checkpoint, the pending events, or the figures of `progress`, if that is due."""
         now_s = monotonic()
-        if now_s - self._checkpoint_s >= CHECKPOINT_S and self._has_moved():
+        if now_s - self._checkpoint_s >= CHECKPOINT_S and self._differs_from_checkpoint():
             self._checkpoint(progress)
         elif self._pending:
             self._write()
@@ -235,8 +244,11 @@ class TuningRun:
             self._write(progress)
             self._shown_s = now_s
 
-    def _has_moved(self) -> bool:
-        """Whether a checkpoint would differ from the last: an equal one would count as progress of a crashing job."""
+    def _differs_from_checkpoint(self) -> bool:
+        """Tell whether the state differs from the last checkpoint's.
+
+        An equal checkpoint must not be written: it would count as progress of a job that crashes again and again.
+        """
         assert self.tuner is not None
         self._checkpoint_s = monotonic()
         return self.tuner.snapshot() != self._snapshot
@@ -250,6 +262,7 @@ class TuningRun:
             self._written_s = monotonic()
 
     def _checkpoint(self, progress: Progress | None = None) -> None:
+        """Write the tuner's state with the pending events, and the figures of `progress`."""
         assert self.tuner is not None
         events, snapshot, number = tuple(self._pending), self.tuner.snapshot(), self._n_checkpoints + 1
         figures = _figures(progress)
@@ -258,13 +271,16 @@ class TuningRun:
         self._pending.clear()
         self._written_s = self._checkpoint_s = monotonic()
 
-    def _finish(self, task: TaskFinished, promotion: Promotion) -> TaskFinished:
-        """Store a task's layer set, the event, and the snapshot in which the task is finished, if it is."""
+    def _store_result(self, task: TaskFinished, promotion: Promotion) -> TaskFinished:
+        """Store a task's layer set, the event, and the tuner's state; return the event as stored.
+
+        Args: promotion: when the set becomes the task's `best` plan. With "never" the last checkpoint stays valid, so
+              that a retry can continue the task.
+        """
         assert self.tuner is not None
         self._write()
-        stamped_task = replace(
-            task, record=stamp(task.record, stream_sha256=self.claim.job.stream, job=self._lease.job)
-        )
+        record = stamp(task.record, stream_sha256=self.claim.job.stream, job=self._lease.job)
+        stamped_task = replace(task, record=record)
         method = self.request.settings.method if task.verdict.word == "use" else "plain"
         snapshot = self._snapshot if promotion == "never" else self.tuner.snapshot()
         number = self._n_checkpoints + 1
@@ -281,6 +297,7 @@ def _figures(progress: Progress | None) -> Mapping[str, Any] | None:
 
 
 def _tune(run: TuningRun) -> list[TaskFinished]:
+    """Run `run.tune` in this process; if it fails, store the sets so far and end the job."""
     jobs, lease = run.store.jobs, run.claim.lease
     try:
         return run.tune()
@@ -294,7 +311,7 @@ def _tune(run: TuningRun) -> list[TaskFinished]:
     except BaseException as error:
         interrupted = isinstance(error, KeyboardInterrupt)
         with suppress(SwiftoptError):
-            # Ignore errors here: the original error is the one to report.
+            # An error here is suppressed, because the original one has to be reported.
             run.keep_unfinished()
             jobs.end(lease, "cancelled" if interrupted else "failed", str(error) or type(error).__name__)
         raise

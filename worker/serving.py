@@ -369,7 +369,7 @@ class EngineHost:
         request = ticket.request
         if self._is_cancelled(ticket):
             return
-        session, prompt = session_of(self.model, request, self.engine.most_tokens)
+        session, prompt = session_of(self.model, request, self.engine.memory_tokens)
         self._keep(ticket.number, request)
         tokenizer = self.model.runtime.tokenizer
         prediction = request.prediction[: MAX_CHARS_PER_TOKEN * self.model.runtime.max_positions]

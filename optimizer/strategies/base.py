@@ -1,4 +1,4 @@
-"""Interface of search strategies, which propose layer sets and observe their scores."""
+"""Interface of the search strategies, which propose layer sets and observe their scores."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from ...core.layer_sets import LayerSet, SubLayer, searchable
 from ...core.serialization import Record
 from ...core.types import Trial
 
-# One entry per searchable sub-layer, 1 if it is skipped, and those of the numbers of experts where they are searched.
+# A layer set: one entry per searchable sub-layer, 1 if it is skipped; then the expert bits, if experts are searched.
 Bits = tuple[int, ...]
 StudyKind = Literal["similarity", "knapsack", "clasp"]
 
-MAX_REDRAWS = 64  # Maximum exchanges to find a set not yet proposed; in small spaces none may be left.
+MAX_REDRAWS = 64  # Maximum exchanges to find an unseen set; small spaces may have none.
 
 
 class Proposal(NamedTuple):
@@ -33,7 +33,7 @@ class Study(Record):
     """An analysis of the model's own pass over a window.
 
     `turns`: per searchable sub-layer, 1 - cosine of the residual stream before and after it, averaged over the window.
-    `sets`: layer sets that dynamic programs found, with the bits of experts or without. `rows`: its cost, in rows of
+    `sets`: layer sets that dynamic programs found, with or without expert bits. `rows`: cost of the study, in rows of
     the full model.
     """
 
@@ -44,9 +44,9 @@ class Study(Record):
 
 @dataclass(frozen=True, slots=True)
 class ExpertLevels:
-    """Numbers of experts that a draft may take in place of the model's, in each of `layers`.
+    """Numbers of experts, fewer than the model's, that a draft may take in each of `layers`.
 
-    `numbers` descend. A layer has a bit for each: 1 if the draft takes as many experts, or fewer.
+    `numbers` descend. A layer has a bit for each number: 1 if the draft takes that many experts or fewer.
     """
 
     layers: tuple[int, ...]
@@ -54,7 +54,7 @@ class ExpertLevels:
 
     @classmethod
     def of(cls, experts: ExpertCosts | None, n_layers: int) -> ExpertLevels | None:
-        """Return the levels of a model's inner layers: halves down to one expert, then the shared ones alone."""
+        """Return the levels of a model's inner layers: halves down to one expert, then only the shared experts."""
         if experts is None:
             return None
         numbers = [experts.n_chosen >> n_halvings for n_halvings in range(1, experts.n_chosen.bit_length())]
@@ -63,7 +63,7 @@ class ExpertLevels:
         return cls(layers, tuple(numbers)) if layers and numbers else None
 
     def changes(self, first: int) -> Iterator[tuple[int, int, Bits]]:
-        """Yield each layer with each number, and the places of the bits that stand for it; the first is `first`."""
+        """Yield (layer, number, indices of the bits that are 1 for it); expert bits start at index `first`."""
         for layer in self.layers:
             for level, number in enumerate(self.numbers, start=1):
                 yield layer, number, tuple(range(first, first + level))
@@ -71,11 +71,11 @@ class ExpertLevels:
 
     def bits_of(self, layer_set: LayerSet) -> Bits:
         """Return the bits of all layers; those of a layer whose MLP is skipped are 0."""
-        taken = [None if layer_set.skips("mlp", layer) else layer_set.experts_of(layer) for layer in self.layers]
-        return tuple(int(n is not None and n <= number) for n in taken for number in self.numbers)
+        n_experts = [None if layer_set.skips("mlp", layer) else layer_set.experts_of(layer) for layer in self.layers]
+        return tuple(int(n is not None and n <= number) for n in n_experts for number in self.numbers)
 
     def set_of(self, layer_set: LayerSet, bits: Bits) -> LayerSet:
-        """Return the set with the numbers of experts by `bits`: a layer's 1s count, wherever they are."""
+        """Return `layer_set` with the numbers of experts that `bits` mean: only how many 1s a layer has counts."""
         n = len(self.numbers)
         levels = [sum(bits[index * n : (index + 1) * n]) for index in range(len(self.layers))]
         numbers = [
@@ -86,29 +86,21 @@ class ExpertLevels:
 
 @dataclass(frozen=True, slots=True)
 class SearchProblem:
-    """The space of a search: the sub-layers of `base`, whose formats every proposal keeps.
-
-    Args: n_skipped: sub-layers that a candidate skips, where there are no `savings` to choose the number by.
-          interval: β, steps between two suggestions of a model of the scores. deterministic: wait for suggestions.
-          window: tokens that score a candidate. savings: plain passes that skipping each sub-layer saves; with them
-          some strategies choose how many are skipped. project: maps every proposal to an allowed set, where not all
-          sets are; n_skipped is then approximate. sub_layers: those that a candidate may skip, None: all inner ones.
-          experts: numbers of experts that proposals may take, too; None: they keep those of `base`. `savings` then have
-          each bit's saving, too, on top of those before it. whole_layers: a proposal skips both sub-layers of a layer,
-          or none.
-    """
+    """The space of a search: the sub-layers of `base`, whose formats every proposal keeps."""
 
     base: LayerSet
-    n_skipped: int
+    n_skipped: int  # Sub-layers that a candidate skips, unless a strategy chooses the number by `savings`.
     seed: int
-    interval: int = 25
-    deterministic: bool = False
-    window: int = 32
+    interval: int = 25  # β: steps between two suggestions of a model of the scores.
+    deterministic: bool = False  # Wait for suggestions.
+    window: int = 32  # Tokens on which a candidate is scored.
+    # Plain passes that each bit saves; an expert bit's saving is on top of the bits before it.
     savings: tuple[float, ...] | None = None
+    # Maps a proposal to the nearest allowed set; `n_skipped` is then approximate. None: all sets are allowed.
     project: Callable[[LayerSet], LayerSet] | None = None
-    experts: ExpertLevels | None = None
-    whole_layers: bool = False
-    sub_layers: tuple[SubLayer, ...] | None = None
+    experts: ExpertLevels | None = None  # Numbers of experts to search; None: proposals keep those of `base`.
+    whole_layers: bool = False  # A proposal skips both sub-layers of a layer or neither.
+    sub_layers: tuple[SubLayer, ...] | None = None  # Sub-layers that a candidate may skip; None: of all inner layers.
 
     @property
     def searched(self) -> tuple[SubLayer, ...]:
@@ -116,30 +108,30 @@ class SearchProblem:
         return searchable(self.base.n_layers) if self.sub_layers is None else self.sub_layers
 
     def bits_of(self, layer_set: LayerSet) -> Bits:
-        """Return a set as bits: of the searchable sub-layers, then of the numbers of experts that are searched."""
+        """Return a set as bits: those of the searchable sub-layers, then the expert bits if experts are searched."""
         bits = tuple(int(layer_set.skips(kind, layer)) for kind, layer in self.searched)
         return bits + (() if self.experts is None else self.experts.bits_of(layer_set))
 
     def set_of(self, bits: Bits) -> LayerSet:
-        """Return the set whose bits these are, with the formats of `base`."""
+        """Return the set that these bits stand for, with the formats of `base`."""
         searched = self.searched
         layer_set = self.base.skipping(sub_layer for sub_layer, bit in zip(searched, bits, strict=False) if bit)
         return layer_set if self.experts is None else self.experts.set_of(layer_set, bits[len(searched) :])
 
     def draw(self, n_skipped: int, rng: random.Random) -> Bits:
-        """Return a uniform choice of `n_skipped` sub-layers, or of as many in whole layers."""
+        """Return a uniform draw of `n_skipped` sub-layers; with `whole_layers`, of as many in whole layers."""
         size = len(self.searched)
         return 2 * draw(size // 2, n_skipped // 2, rng) if self.whole_layers else draw(size, n_skipped, rng)
 
     def exchange(self, bits: Bits, rng: random.Random) -> Bits:
-        """Return the set with a random skipped and a random kept sub-layer exchanged, or two such layers."""
+        """Return the set with a random skipped and a random kept sub-layer exchanged, or layer with `whole_layers`."""
         if not self.whole_layers:
             return exchange(bits, rng)
         n_layers = len(self.searched) // 2
         return 2 * exchange(bits[:n_layers], rng) + bits[2 * n_layers :]
 
     def canonical(self, bits: Bits) -> Bits:
-        """Return the bits of the same set that `bits_of` gives: several may stand for one number of experts."""
+        """Return the bits that `bits_of` returns for the same set: several bits may mean one number of experts."""
         return bits if self.experts is None else self.bits_of(self.set_of(bits))
 
     def project_bits(self, bits: Bits) -> Bits:
@@ -148,12 +140,12 @@ class SearchProblem:
 
 
 class Strategy(ABC):
-    """Proposes layer sets; several may be asked for before the first of them is scored.
+    """Proposes layer sets. A caller may request several before the first of them is scored.
 
-    A strategy is `propose` and `observe`; the other public methods are hooks with a default. The base class counts
-    steps, remembers which sets were seen and keeps the number of skipped sub-layers.
+    Subclasses implement `propose` and `observe`; the other public methods are hooks with a default. The base class
+    counts steps, and stores the sets that were seen and the number of skipped sub-layers.
 
-    Raises: SettingsError: the model has fewer searchable sub-layers than are to be skipped.
+    Raises: SettingsError: the model has fewer searchable sub-layers than `n_skipped`.
     """
 
     def __init__(self, problem: SearchProblem) -> None:
@@ -165,17 +157,16 @@ class Strategy(ABC):
 
     @abstractmethod
     def propose(self) -> Proposal:
-        """Return the next candidate, not proposed before where that is avoidable.
+        """Return the next candidate, if possible one that was not proposed before.
 
-        It skips exactly `n_skipped` searchable sub-layers, unless the strategy was given savings: then some choose the
-        number themselves.
+        It skips exactly `n_skipped` searchable sub-layers, unless the strategy chooses the number by the savings.
         """
 
     @abstractmethod
     def observe(self, trial: Trial) -> None:
-        """Learn from a scored candidate, even if another strategy proposed it; `trial.score` is maximised.
+        """Learn from a scored candidate, which another strategy may have proposed; `trial.score` is maximised.
 
-        Raises: LayerSetError: the trial is of a model with another number of layers.
+        Raises: LayerSetError: the trial belongs to a model with another number of layers.
         """
 
     def wants(self, prompt_id: str) -> StudyKind | None:
@@ -186,7 +177,7 @@ class Strategy(ABC):
         """Receive the result of a study that `wants` asked for."""
 
     def best(self, in_use: LayerSet) -> LayerSet:
-        """Return the scored set with the best estimate by all trials; `in_use` if none is probably better."""
+        """Return the scored set with the best estimate from all trials; `in_use` if none is probably better."""
         return in_use
 
     def set_n_skipped(self, n_skipped: int) -> None:
@@ -202,13 +193,13 @@ class Strategy(ABC):
         self.n_skipped = n_skipped - n_skipped % 2 if self.problem.whole_layers else n_skipped
 
     def state(self) -> dict[str, Any]:
-        """Return the position as JSON values, without the trials; valid once every proposal has been scored."""
+        """Return the state as JSON values, without the trials; valid once every proposal has been scored."""
         return {"step": self.step, "n_skipped": self.n_skipped}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state` of a strategy of the same problem, after its trials were observed here in their order.
+        """Continue from the `state` of a strategy with the same problem, after its trials were observed in order.
 
-        Raises: KeyError, TypeError, SettingsError: that is no such state.
+        Raises: KeyError, TypeError, SettingsError: `state` is not such a state.
         """
         self.step = state["step"]
         self.set_n_skipped(state["n_skipped"])
@@ -222,7 +213,7 @@ class Strategy(ABC):
         return random.Random(f"{self.problem.seed}/{self.step}")
 
     def claim_unseen(self, bits: Bits, origin: str, rng: random.Random) -> Proposal:
-        """Return the nearest set to `bits` that a bounded walk of exchanges finds unseen, and mark it as seen."""
+        """Walk from `bits` by random exchanges to an unseen set, at most `MAX_REDRAWS`; mark it as seen, return it."""
         for _ in range(MAX_REDRAWS):
             bits = self.problem.project_bits(bits)
             if bits not in self.seen:
@@ -236,12 +227,12 @@ class Strategy(ABC):
     def mark_seen(self, trial: Trial) -> Bits:
         """Return the bits of a trial's set, and mark it as seen.
 
-        Raises: LayerSetError: the trial is of a model with another number of layers.
+        Raises: LayerSetError: the trial belongs to a model with another number of layers.
         """
         n_layers = self.problem.base.n_layers
         if trial.layer_set.n_layers != n_layers:
             raise LayerSetError(
-                f"a trial of a model with {trial.layer_set.n_layers} layers was given to a search over "
+                f"a trial of a model with {trial.layer_set.n_layers} layers was passed to a search over "
                 f"{n_layers} layers: use one strategy per model"
             )
         bits = self.problem.bits_of(trial.layer_set)
@@ -251,22 +242,17 @@ class Strategy(ABC):
 
 @dataclass(frozen=True, slots=True)
 class StrategyInfo:
-    """A row of the registry: `help` says how the strategy proposes, `make` builds it.
+    """A row of the registry of strategies."""
 
-    `study`: what it looks at in the model; such a strategy chooses how many sub-layers are skipped, given savings, and
-    stops after `patience` candidates without a better one. `suggests`: a separate process suggests candidates,
-    which `deterministic` waits for.
-    """
-
-    help: str
+    help: str  # How the strategy proposes candidates.
     make: Callable[[SearchProblem], Strategy]
-    study: StudyKind | None = None
-    patience: int | None = None
-    suggests: bool = False
+    study: StudyKind | None = None  # The study of the model that it requests.
+    patience: int | None = None  # Candidates without a better one after which the search stops.
+    suggests: bool = False  # A separate process suggests candidates; `deterministic` waits for them.
 
     @property
     def chooses_size(self) -> bool:
-        """Whether it chooses how many sub-layers are skipped, where it is given savings."""
+        """Whether it chooses the number of skipped sub-layers, if it has the savings."""
         return self.study is not None
 
 

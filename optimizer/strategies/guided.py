@@ -1,8 +1,7 @@
 """Search guided by a study of the model: first the sets that the study found, then moves around the best ones.
 
-Sets are rated by a linear-Gaussian model of what each sub-layer adds to a draft's loss when it is skipped, fitted to
-trials. The loss of a layer set is -log of its score; what a sub-layer adds may be negative, as a shorter pass saves
-time.
+Sets are rated by a linear-Gaussian model, fitted to the trials: each skipped sub-layer adds its effect to the draft's
+loss. The loss of a layer set is -log of its score. An effect may be negative, because a shorter pass saves time.
 """
 
 from __future__ import annotations
@@ -25,22 +24,22 @@ if TYPE_CHECKING:
 
 SETS_PER_STUDY = 8  # Sets per study that are scored before the search tries moves.
 MAX_MOVES = 6  # Maximum moves from the best scored set to a candidate; with 3 the search stopped too early.
-MAX_SWAPPED = 12  # Only this many of the best skipped and of the best kept sub-layers are exchanged.
+MAX_SWAPPED = 12  # Exchanges are limited to this many skipped and this many kept units, those with the best effects.
 LEAD_DEVIATIONS = 1.0  # Standard deviations by which a set must beat the set in use to replace it.
 SAMPLE_SPREAD = 0.3  # Factor on the posterior's standard deviation when moves are sampled.
 
 MAX_POINTS = 300  # Maximum trials used in a fit; 300 take 4 ms on one core.
 MIN_SCORE = 0.03  # Minimum score in a fit, so that its logarithm stays bounded.
 
-# Prior of a sub-layer's loss: HARM times its relative turn of the residual stream, minus GAIN times the plain passes
-# that skipping it saves. GAIN approximates how fast the logarithm of (1 + 2.5 √m) / (2.5 c + 1.2), the approximate
-# speed of a draft of matchness m and cost c, falls with c.
+# Prior mean of a sub-layer's effect: TURN_HARM times its relative turn of the residual stream, minus SAVING_GAIN times
+# the plain passes that skipping it saves. A draft of matchness m and cost c has a speed of about
+# (1 + 2.5 √m) / (2.5 c + 1.2); SAVING_GAIN approximates how fast the logarithm of this falls with c.
 TURN_HARM = 0.03
 SAVING_GAIN = 0.9
-OWN_DEVIATION = 0.05  # Prior deviation of each sub-layer's own effect; TOGETHER is that of the effect shared by all.
-SHARED_DEVIATION = 0.02
-# Prior turn of the residual stream by the first halving of a token's experts, as a share of its MLP's. A token's first
-# experts have the largest weights, so each further halving turns it twice as far.
+OWN_DEVIATION = 0.05  # Prior standard deviation of each sub-layer's own effect.
+SHARED_DEVIATION = 0.02  # Prior standard deviation of the part of the effect that all sub-layers share.
+# Prior turn of the residual stream by the first halving of a token's experts, as a share of its MLP's turn. A token's
+# first experts have the largest weights, so each further halving turns the stream twice as far.
 FIRST_HALVING_TURN = 0.1
 CONSTANT_DEVIATION = 1.0  # Prior standard deviation of the constant term.
 # Standard deviations of the noise, fitted to 330 scores of Qwen2.5-Coder-1.5B on HumanEval and to scores of unseen sets
@@ -51,13 +50,13 @@ TOKEN_NOISE = 0.8  # Noise of a single score over one token; divided by the root
 
 
 class GuidedStrategy(Strategy):
-    """Proposes the sets that a linear model of scores rates best: first among a study's sets, then among moves.
+    """Proposes the sets that a linear model of the scores rates best: first those of a study, then those of moves.
 
-    A move skips one sub-layer more or fewer, or exchanges two. Given savings it chooses how many are skipped; without,
-    it keeps to n_skipped. Its origins are "family" (a study's set), "move" and "random".
+    A move skips one unit more or fewer, or exchanges two; a unit is a sub-layer, a layer, or a number of experts. With
+    savings, the strategy chooses the number of skipped sub-layers; without, candidates skip exactly `n_skipped`.
+    Origins are "family" (a set of a study), "move" and "random".
 
-    Args: study: what it looks at in the model, on `n_studies` prompts. whole_layers: attention and MLP of a layer go
-          together.
+    Args: study: kind of the studies, run on `n_studies` prompts. whole_layers: skip both sub-layers of a layer or none.
     """
 
     def __init__(
@@ -67,19 +66,22 @@ class GuidedStrategy(Strategy):
         self._study, self._n_studies, self._savings = study, n_studies, problem.savings
         self._n_bits = len(problem.bits_of(problem.base))
         self._whole_layers = whole_layers = whole_layers or problem.whole_layers
-        places = {sub_layer: place for place, sub_layer in enumerate(problem.searched)}
+        bit_of = {sub_layer: bit for bit, sub_layer in enumerate(problem.searched)}
         n_layers = problem.base.n_layers
         pairs: list[tuple[SubLayer, SubLayer]] = [(("attn", layer), ("mlp", layer)) for layer in range(n_layers)]
-        # A layer may have one sub-layer alone.
-        layers = [tuple(places[one] for one in pair if one in places) for pair in pairs]
+        # A layer may have only one searchable sub-layer.
+        layers = [tuple(bit_of[sub_layer] for sub_layer in pair if sub_layer in bit_of) for pair in pairs]
         self._layers = [layer for layer in layers if layer]
         singles: list[tuple[int, ...]] = [] if whole_layers else [(i,) for i in range(self.size)]
+        # Bits that a move flips together.
         self._units = list(dict.fromkeys((*singles, *self._layers)))
         self._units += expert_units(problem.experts, self.size)
         if problem.project is not None and not whole_layers:
             # Also move each MLP together with the next layer's attention: attention and MLP then still alternate.
             pairs = [(("mlp", layer), ("attn", layer + 1)) for layer in range(n_layers)]
-            self._units += [tuple(places[one] for one in pair) for pair in pairs if places.keys() >= {*pair}]
+            self._units += [
+                tuple(bit_of[sub_layer] for sub_layer in pair) for pair in pairs if bit_of.keys() >= {*pair}
+            ]
         self._studies: dict[str, Study] = {}
         self._trials: list[ScoredSet] = []
         self._cached_model: Posterior | None = None
@@ -98,17 +100,20 @@ class GuidedStrategy(Strategy):
         self._cached_model = None
 
     def wants(self, prompt_id: str) -> StudyKind | None:
-        """Ask for a study of each new prompt's window, up to `n_studies`."""
+        """Request a study of each new prompt's window, for the first `n_studies` prompts."""
         is_due = self.size and prompt_id not in self._studies and len(self._studies) < self._n_studies
         return self._study if is_due else None
 
     def study(self, prompt_id: str, study: Study) -> None:
-        """Receive a study: sets to try, and how far each sub-layer rotates the residual stream."""
+        """Receive a study: sets to try, and how far each sub-layer turns the residual stream."""
         self._studies[prompt_id] = study
         self._cached_model = None
 
     def best(self, in_use: LayerSet) -> LayerSet:
-        """Rate sets by the fitted model, because all windows together say more than the windows of one set."""
+        """Return the scored set with the best rating by the fitted model; `in_use` if none is probably better.
+
+        The model uses the trials of all sets, which say more than the few windows of one set.
+        """
         scored_sets = self._scored_sets()
         if not scored_sets:
             return in_use
@@ -130,7 +135,7 @@ class GuidedStrategy(Strategy):
         self._cached_model = None
 
     def _rank_candidates(self, rng: random.Random) -> Iterator[tuple[Bits, str]]:
-        """Yield sets not seen yet with their origins, the most promising first."""
+        """Yield unseen sets with their origins, the most promising first."""
         if not self.size:
             return
         model = self._model()
@@ -142,15 +147,18 @@ class GuidedStrategy(Strategy):
         yield from ((bits, "move") for bits in self._climb(sampled_effects, model.mean))
 
     def _is_allowed(self, bits: Bits) -> bool:
-        if self._whole_layers and any(len({bits[place] for place in layer}) > 1 for layer in self._layers):
+        if self._whole_layers and any(len({bits[index] for index in layer}) > 1 for layer in self._layers):
             return False
         return self._savings is not None or sum(bits) == self.n_skipped
 
     def _study_sets(self, effects: Array) -> list[Bits]:
-        """Return the sets of all studies; where those have none, the units that add least first, in every size."""
-        of_studies = dict.fromkeys(self._padded(bits) for study in self._studies.values() for bits in study.sets)
-        if of_studies:
-            return [*self._expert_sets(), *of_studies]
+        """Return the sets of all studies.
+
+        If these have none, return nested sets that skip one more unit each, in the order of the units' `effects`.
+        """
+        study_sets = dict.fromkeys(self._padded(bits) for study in self._studies.values() for bits in study.sets)
+        if study_sets:
+            return [*self._expert_sets(), *study_sets]
         sets: dict[Bits, None] = {}
         skipped: set[int] = set()
         for unit in sorted(self._units, key=lambda unit: _added_loss(unit, effects)):
@@ -160,11 +168,11 @@ class GuidedStrategy(Strategy):
         return [*self._expert_sets(), *sets]
 
     def _padded(self, bits: Bits) -> Bits:
-        """Return bits with those of experts; where they lack these, a token takes as many experts as the model."""
+        """Return `bits` with expert bits; if they lack these, a token takes as many experts as in the model."""
         return bits + (0,) * (self._n_bits - len(bits))
 
     def _expert_sets(self) -> list[Bits]:
-        """Return the sets that skip nothing and take one number of experts in all layers."""
+        """Return the sets that skip nothing and take the same number of experts in all layers, for each number."""
         levels = self.problem.experts
         if levels is None:
             return []
@@ -173,7 +181,7 @@ class GuidedStrategy(Strategy):
         return [(0,) * self.size + row for row in rows]
 
     def _climb(self, sampled_effects: Array, mean_effects: Array) -> list[Bits]:
-        """Return unseen sets met while hill-climbing from the best scored set, best first, by the sampled model."""
+        """Climb from the best scored set by the sampled effects; return the unseen sets on the way, best first."""
         scored_sets = self._scored_sets()
         if not scored_sets:
             return []
@@ -200,6 +208,7 @@ class GuidedStrategy(Strategy):
         return [bits for bits in dict.fromkeys(trial.bits for trial in self._trials) if self._is_allowed(bits)]
 
     def _neighbours(self, bits: Bits, effects: Array) -> list[Bits]:
+        """Return the allowed sets one move away."""
         skipped_units = [unit for unit in self._units if all(bits[index] for index in unit)]
         kept_units = [unit for unit in self._units if not any(bits[index] for index in unit)]
         skipped_units.sort(key=lambda unit: -_added_loss(unit, effects))
@@ -229,7 +238,7 @@ class GuidedStrategy(Strategy):
         ]
 
     def _model(self) -> Posterior:
-        """Return the model fitted to all studies and trials; refitted after each new one."""
+        """Return the model fitted to all studies and trials; it is refitted after each new one."""
         import numpy as np
 
         if self._cached_model is None:
@@ -238,23 +247,23 @@ class GuidedStrategy(Strategy):
                 turns = np.mean([study.turns for study in self._studies.values()], axis=0)
                 turns = turns / max(1e-12, float(turns.mean()))
             if self.problem.experts is not None:
-                of_mlps = turns[self.size // 2 :].tolist()
-                turns = np.append(turns, np.array(expert_turns(self.problem.experts, of_mlps)))
+                mlp_turns = turns[self.size // 2 :].tolist()
+                turns = np.append(turns, np.array(expert_turns(self.problem.experts, mlp_turns)))
             savings = np.zeros(self._n_bits) if self._savings is None else np.array(self._savings)
             self._cached_model = posterior(turns, savings, self._trials, self.problem.window)
         return self._cached_model
 
 
 def expert_units(levels: ExpertLevels | None, first: int) -> list[tuple[int, ...]]:
-    """Return the bits that a move flips together: each alone, and those of one number in all layers.
+    """Return the expert bits that a move flips together: each bit, and for each number its bits in all layers.
 
-    Args: first: index of the first bit.
+    Args: first: index of the first expert bit.
     """
     if levels is None:
         return []
     n_bits, n = len(levels.layers) * len(levels.numbers), len(levels.numbers)
-    of_all = [tuple(range(first + level, first + n_bits, n)) for level in range(n)]
-    return [*((first + index,) for index in range(n_bits)), *of_all]
+    all_layers = [tuple(range(first + level, first + n_bits, n)) for level in range(n)]
+    return [*((first + index,) for index in range(n_bits)), *all_layers]
 
 
 def expert_turns(levels: ExpertLevels, mlp_turns: Sequence[float]) -> list[float]:
@@ -275,13 +284,13 @@ class ScoredSet(NamedTuple):
 
 
 class Posterior(NamedTuple):
-    """A normal distribution over what each sub-layer adds to the loss, and then the constant: (size + 1)."""
+    """A normal distribution over the effects of the bits and, last, the constant term: shape (size + 1)."""
 
     mean: Array
     covariance: Array
 
     def draw(self, seed: int, spread: float) -> Array:
-        """Sample the coefficients with deviations from the mean scaled by `spread`."""
+        """Return a sample of the effects; its deviations from the mean are scaled by `spread`."""
         import numpy as np
 
         size = len(self.mean)
@@ -290,9 +299,10 @@ class Posterior(NamedTuple):
         return np.asarray(self.mean + spread * (cholesky_factor @ normal_draws))
 
     def lead(self, set_rows: ArrayLike, base_row: ArrayLike, n_deviations: float) -> Array:
-        """Return how much less each of `set_rows` (n, size) loses than `base_row`, at a lower bound: (n,).
+        """Return a lower bound on how much lower each set's loss is than the base's: shape (n,).
 
-        The bound is `n_deviations` standard deviations below the mean.
+        Args: set_rows: bits of the sets, (n, size). base_row: bits of the base. n_deviations: the bound's distance from
+              the mean, in standard deviations.
         """
         import numpy as np
 
@@ -302,10 +312,10 @@ class Posterior(NamedTuple):
 
 
 def posterior(turns: Array, savings: Array, scored_sets: Sequence[ScoredSet], n_tokens: int) -> Posterior:
-    """Fit what each sub-layer adds to `scored_sets`.
+    """Return the posterior of the effects, given the scores of `scored_sets`.
 
-    Args: turns: how far each turns the residual stream, of mean 1. savings: plain passes that skipping it saves.
-          n_tokens: of a window.
+    Args: turns: how far each bit's sub-layer turns the residual stream, with mean 1. savings: plain passes that each
+          bit saves. n_tokens: tokens of a window.
     """
     import numpy as np
 
@@ -332,7 +342,7 @@ def posterior(turns: Array, savings: Array, scored_sets: Sequence[ScoredSet], n_
 
 
 def worth(sets: Sequence[Bits], effects: Array) -> Array:
-    """Return minus the predicted loss of each set, without the constant term: (n,); `effects` as `Posterior.mean`."""
+    """Return minus the predicted loss of each set, without the constant term: (n,). `effects`: see `Posterior`."""
     import numpy as np
 
     return np.asarray(-np.array(sets, dtype=float).reshape(-1, len(effects) - 1) @ effects[:-1])

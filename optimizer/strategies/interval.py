@@ -1,8 +1,8 @@
-"""Random search that asks a model of the scores for a candidate at every interval-th step (SWIFT 4.1.2, Eq. 2).
+"""Random search with interval Bayesian optimisation: a model of the scores suggests every interval-th candidate.
 
-A Gaussian process takes from a tenth of a second to minutes per suggestion, and decoding must not wait for it, nor
-share its interpreter lock. It therefore runs in a separate Python process, `optimizer/suggestions.py`; a plain one,
-not multiprocessing's, which would run the caller's script a second time.
+Source: SWIFT 4.1.2, Eq. 2. A Gaussian process takes from a tenth of a second to minutes per suggestion, and decoding
+must neither wait for it nor share its interpreter lock. It therefore runs in a separate Python process,
+`optimizer/suggestions.py`. `multiprocessing` is not used, because it would run the caller's script a second time.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ logger = logging.getLogger(__name__)
 
 
 class IntervalStrategy(Strategy):
-    """Draws uniformly, and takes every `interval`-th candidate from `engine`; without an engine only draws.
+    """Draws candidates uniformly; every `interval`-th one is suggested by `engine`, if there is one.
 
-    A suggestion requested at step n, with the trials observed by then, is used at step n + interval. If it is late,
-    that step is drawn (origin "late") and the suggestion is used at the first due step after it arrives;
-    `deterministic` requests it at the due step itself and waits, as SWIFT does. A suggestion for another number of
-    skipped sub-layers is dropped.
+    A suggestion is requested at step n with the trials observed by then, and used at step n + interval. If it has not
+    arrived, that candidate is drawn (origin "late"), and the suggestion is used at the first due step after it arrives.
+    With `deterministic` it is requested at the due step itself, which waits for it, as in SWIFT. A suggestion for
+    another number of skipped sub-layers is dropped.
 
-    Args:   engine: a function of `optimizer/suggestions.py`. interval: in place of the problem's.
-    Raises: SettingsError: the interval or the number of skipped sub-layers is out of its range.
+    Args:   engine: a function of `optimizer/suggestions.py`. interval: replaces the problem's interval.
+    Raises: SettingsError: the interval or the number of skipped sub-layers is out of range.
     """
 
     def __init__(self, problem: SearchProblem, engine: str | None = None, interval: int | None = None) -> None:
@@ -90,12 +90,12 @@ class IntervalStrategy(Strategy):
             self._process.observe(bits, trial.score)
 
     def state(self) -> dict[str, Any]:
-        """Return the position; a suggestion in progress is kept as its request."""
+        """Return the state; a suggestion in progress is stored as its request."""
         request = self._process.request if self._process is not None else None
         return {**super().state(), "asked": None if request is None else asdict(request)}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue from a state; a suggestion that was in progress is requested again, with the scores it was given."""
+        """Continue from a state; a suggestion that was in progress is requested again with the same scores."""
         super().restore(state)
         if state["asked"] is not None and self._process is not None:
             self._process.send(SuggestionRequest(**state["asked"]))
@@ -117,11 +117,11 @@ class SuggestionRequest:
 
 
 class SuggestionProcess:
-    """Holds the observations, and the process that turns them into suggestions, started with the first request.
+    """Holds the observed scores and the process that turns them into suggestions; the first request starts it.
 
-    Every request carries all observations, so that a process that crashed or missed a deadline costs one suggestion:
-    the next request starts another. After `MAX_FAILURES` in a row a warning is logged and nothing is requested any
-    more.
+    Every request contains all observations. So if the process crashes or misses a deadline, only one suggestion is
+    lost, and the next request starts a new process. After `MAX_FAILURES` failures in a row, a warning is logged and no
+    more suggestions are requested.
     """
 
     def __init__(self, engine: str, seed: int) -> None:
@@ -156,14 +156,14 @@ class SuggestionProcess:
             self._scores.append((_bits_text(bits), score))
 
     def ask(self, step: int, n_skipped: int, pending: Sequence[Bits]) -> None:
-        """Request a set of `n_skipped` sub-layers; `step` seeds it; `pending` sets are being scored elsewhere.
+        """Request a set of `n_skipped` sub-layers, seeded by `step`; `pending` are the sets without a score so far.
 
-        Does nothing while a request is in flight, before the first observation, and after too many failures.
+        Does nothing while a request is in flight, before the first observation, or after too many failures.
         """
         self.send(SuggestionRequest(step, n_skipped, len(self._scores), [_bits_text(bits) for bits in pending]))
 
     def send(self, request: SuggestionRequest) -> None:
-        """Send a request, maybe that of an earlier process of this search; as `ask`."""
+        """Send a request, possibly one of an earlier process of this search; see `ask`."""
         if self.in_flight or self.gave_up or not self._scores:
             return
         if self.pid is None:
@@ -181,18 +181,18 @@ class SuggestionProcess:
         }
         self.request, self._answer = request, Future()
         self._due_at = math.inf if self.engine in ENGINES_WITHOUT_DEADLINE else time.monotonic() + DEADLINE_S
-        # Use a thread because even the write can block: a long history fills the pipe while the process still imports.
-        # Use a daemon thread because the interpreter waits for an executor's threads when it exits.
+        # A thread, because even the write can block: a long history fills the pipe while the process still imports.
+        # A daemon thread, because the interpreter would wait for an executor's threads when it exits.
         exchange = (self._subprocess, json.dumps(message).encode() + b"\n", self._answer)
         threading.Thread(target=_exchange, args=exchange, daemon=True).start()
 
     def take(self, *, wait: bool) -> Bits | None:
-        """Return the requested suggestion, once; None if not available. `wait`: block until the deadline."""
+        """Return the requested suggestion, once; None if it is not available. `wait`: block until the deadline."""
         if self._answer is None:
             return None
-        left_s = max(0.0, self._due_at - time.monotonic())
+        remaining_s = max(0.0, self._due_at - time.monotonic())
         try:
-            suggestion = self._answer.result(min(left_s, threading.TIMEOUT_MAX) if wait else 0.0)
+            suggestion = self._answer.result(min(remaining_s, threading.TIMEOUT_MAX) if wait else 0.0)
         except TimeoutError:
             if time.monotonic() >= self._due_at:
                 self._fail(f"no suggestion within {DEADLINE_S:g} s")
@@ -213,8 +213,8 @@ class SuggestionProcess:
     def _start(self) -> None:
         self._stop_subprocess()
         one_thread = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
-        # -P keeps files in the caller's folder from shadowing libraries. The separate session keeps a terminal's Ctrl-C
-        # from the process. The process exits when its standard input closes, however this process ended.
+        # -P: files in the caller's folder must not shadow libraries. The separate session shields the process from a
+        # terminal's Ctrl-C. It exits when its standard input closes, however this process ends.
         self._subprocess = subprocess.Popen(
             [sys.executable, "-P", "-m", SUGGESTIONS_MODULE],
             stdin=subprocess.PIPE,

@@ -191,12 +191,12 @@ def test_paths_of_models_and_of_adapters_bases_lie_under_the_folders_for_models(
         check_tuning(replace(request, model=name), prompts, queued=True)
     check_tuning(request, prompts)  # one that no request brought
     said = {
-        str(outside): f"the model {outside} lies outside of the folders for models",
-        str(models / "link"): f"the model {models / 'link'} lies outside",
-        f"{models}/../outside": "lies outside",
-        str(adapter): f"the model {adapter} lies outside",
-        str(out): f"the base ../../outside of the adapter {out} lies outside",
-        "/no/such/model": "the model /no/such/model lies outside",
+        str(outside): f"the model {outside} is outside the folders for models",
+        str(models / "link"): f"the model {models / 'link'} is outside",
+        f"{models}/../outside": "is outside",
+        str(adapter): f"the model {adapter} is outside",
+        str(out): f"the base ../../outside of the adapter {out} is outside",
+        "/no/such/model": "the model /no/such/model is outside",
     }
     for name, words in said.items():
         answer = httpx2.post(f"{door.url}/v1/jobs", json={"model": name, "stream": {"prompts": [{"prompt": FINE}]}})

@@ -33,7 +33,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Make a working folder with a database and a stream, in which parts are trained only briefly."""
-    monkeypatch.setattr(recipes, "SWIFT_S", 0.5)
+    monkeypatch.setattr(recipes, "BRIEF_SEARCH_S", 0.5)
     for name in ("SELF_SD_S", "HEADS_S", "PROBE_S"):
         monkeypatch.setattr(parts, name, 0.5)
     monkeypatch.setattr(ablation_recipes, "HEADS_S", 0.5)
@@ -229,7 +229,7 @@ def test_answers_are_judged_by_their_data_set(
         return float(len(text) % 2)
 
     monkeypatch.setattr(comparing, "quality", quality)
-    monkeypatch.setattr("swiftopt.tasks.report.SLOWEST", 1e9)  # on a busy machine, too, all prompts are decoded
+    monkeypatch.setattr("swiftopt.tasks.report.MAX_SLOWDOWN", 1e9)  # on a busy machine, too, all prompts are decoded
     (home / "code.jsonl").write_text("".join(json.dumps(row) + "\n" for row in CODE))
     sampling = ("--temperature", "1.0", "--samples", "2", "--stop", "w5")
     words = ("--stream", "code.jsonl", "--template", "humaneval", "--methods", "prompt-lookup,typical", *sampling)

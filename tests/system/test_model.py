@@ -181,7 +181,7 @@ def test_text_that_is_to_end_nowhere_ends_where_memory_does(model: swiftopt.Mode
     for n, memory in ((None, 120), (None, 60), (None, 1000), (30, 120)):
         with model.engine(memory=memory * model.runtime.slot_bytes) as engine:
             asked = CompletionRequest(text=TEXTS[0], max_new_tokens=n, ignore_eos=True)
-            ticket, (session, prompt) = Ticket(), session_of(model, asked, engine.most_tokens)
+            ticket, (session, prompt) = Ticket(), session_of(model, asked, engine.memory_tokens)
             engine.run(model.decoding(session, prompt, "prompt-lookup"), ticket)
             done = ticket.result(60)
         assert done.finish_reason == "length"

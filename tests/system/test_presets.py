@@ -268,7 +268,7 @@ def test_tune_accepts_a_preset_with_further_options(home: Path, capsys: pytest.C
 def test_tune_makes_parts_of_presets_and_compares_with_plain(
     name: str, home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(recipes, "SWIFT_S", 0.5)  # for mtad, which drafts by a layer set where no model is named
+    monkeypatch.setattr(recipes, "BRIEF_SEARCH_S", 0.5)  # for mtad, which drafts by a layer set where no model is named
     brief = {"self-sd": {"max_steps": 3}, "adadecode": {"epochs": 2}}.get(name, {})
     own = PRESETS[name]
     monkeypatch.setitem(PRESETS, name, replace(own, making={**own.making, **brief}))

@@ -342,8 +342,8 @@ def test_open_verdict_continues_with_the_latest_unscored_prompts() -> None:
     assert scored and len(more) > 1 and started == [*held_out, *more] * 2
     assert [event.detail for event in events if is_verdict(event)] == [
         "6 held-out prompts, plain and tuned",
-        f"not sure yet: {len(more)} more that no candidate was scored on",
-        f"not sure yet: all {6 + len(more)} prompts again",
+        f"undecided: {len(more)} more prompts on which no candidate was scored",
+        f"undecided: all {6 + len(more)} prompts again",
     ]
     told = [event.index for event in events if isinstance(event, PromptFinished)]
     assert told == [*range(12)] and [event.index for event in events if is_held_out(event)] == [*range(6, 12)]
@@ -508,8 +508,8 @@ def broken(**changes: Any) -> tuple[dict[str, Any], dict[str, list[Trial]]]:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        (dict(version=1), f"has version 1, and this swiftopt reads version {VERSION}"),
-        (dict(n_layers=5), "model with 5 layers, but this one has 8"),
+        (dict(version=1), f"has version 1, but this swiftopt reads version {VERSION}"),
+        (dict(n_layers=5), "model with 5 layers, but this model has 8"),
         (dict(n_prompts=5), "stream of 5 prompts"),
         (dict(tasks={"u": {}}), r"tasks \['u'\]"),
         (dict(next="x"), "cannot be read"),

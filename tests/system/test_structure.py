@@ -30,7 +30,7 @@ from swiftopt.optimizer.proposer import (
     knapsack_items,
     max_study_rows,
     study,
-    study_rows,
+    study_slots,
 )
 from swiftopt.optimizer.strategies.base import ExpertLevels, SearchProblem
 
@@ -58,7 +58,7 @@ def deep_runtime() -> Runtime:
 def context_of(runtime: Runtime, n: int = 20) -> Context:
     """Return the context of a text whose last tokens count as generated."""
     ids = [(11 * i * i + 3 * i + 5) % 95 + 2 for i in range(n)]
-    buffer = runtime.new_buffer(n + study_rows("knapsack", WINDOW, runtime.n_layers))
+    buffer = runtime.new_buffer(n + study_slots("knapsack", WINDOW, runtime.n_layers))
     runtime.prefill(ids[:-1], buffer)
     return Context(runtime, buffer, TokenRule.of(Sampling(), None), ids, n - WINDOW - 2)
 
@@ -256,4 +256,4 @@ def test_cost_of_a_study_is_in_rows_of_the_model() -> None:
     context = context_of(deep_runtime())
     small = study(context, "similarity", WINDOW, searchable(N_LAYERS), [1.0] * 12, 0.5)
     large = study(context, "knapsack", WINDOW, searchable(N_LAYERS), [1.0] * 12, 0.5)
-    assert small.rows == WINDOW and small.rows < large.rows <= WINDOW + study_rows("knapsack", WINDOW, N_LAYERS) + 8
+    assert small.rows == WINDOW and small.rows < large.rows <= WINDOW + study_slots("knapsack", WINDOW, N_LAYERS) + 8

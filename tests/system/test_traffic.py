@@ -40,7 +40,7 @@ from swiftopt.store import Store
 from swiftopt.tasks.generate import decode_as_planned
 from swiftopt.tasks.served_task import (
     COMPARED_ROUNDS,
-    LOOK_MARGIN,
+    INITIAL_OVERRUN,
     MAX_PAIRS,
     MIN_PAIRS,
     DraftedRounds,
@@ -477,10 +477,10 @@ def test_search_stays_within_its_share_of_the_time(model: swiftopt.Model) -> Non
     task = task_of(model)
     assert not task.may_search(0.1)  # nothing was decoded yet
     learnt(task, 1.0, 0.4)  # 12 seconds
-    assert task.may_search(0.36 / LOOK_MARGIN) and not task.may_search(0.38 / LOOK_MARGIN)
-    task.count_look(0.2, 0.2)
+    assert task.may_search(0.36 / INITIAL_OVERRUN) and not task.may_search(0.38 / INITIAL_OVERRUN)
+    task.count_scoring(0.2, 0.2)
     assert task.may_search(0.1) and not task.may_search(0.2)
-    task.count_look(0.1, 0.01)  # ten times what was expected
+    task.count_scoring(0.1, 0.01)  # ten times what was expected
     assert task.may_search(0.005) and not task.may_search(0.01), "the next one may take ten times as long, too"
 
 
@@ -488,10 +488,10 @@ def test_search_compensates_a_slow_candidate_before_the_next(model: swiftopt.Mod
     """On a simulated clock, only a look that is slower than all before, relative to its estimate, exceeds the share."""
     task, random, expected_s = task_of(model), Random(0), 0.1
     shares: list[float] = []  # after each look
-    for factor in [*(random.uniform(0, LOOK_MARGIN) for _ in range(300)), 90.0, *[1.0] * 300]:
+    for factor in [*(random.uniform(0, INITIAL_OVERRUN) for _ in range(300)), 90.0, *[1.0] * 300]:
         while not task.may_search(expected_s):
             task.seconds += 0.1
-        task.count_look(factor * expected_s, expected_s)
+        task.count_scoring(factor * expected_s, expected_s)
         shares.append(task.search_s / task.seconds)
     before, slow, after = shares[:300], shares[300], shares[301:]
     assert before[-1] > 0.5 * SEARCH_TIME_SHARE and max(before) <= SEARCH_TIME_SHARE < slow

@@ -191,7 +191,7 @@ def test_set_without_skipped_sub_layers_is_unchanged_at_low_acceptance() -> None
         [decoding(worded_runtime(), ids, search.method, TokenRule.of(Sampling(), None), Ending(24))]
     ):
         if isinstance(event, Round):
-            assert list(search.lower(replace(event, n_accepted=0, n_steps=2))) == []
+            assert list(search.lower_skip_ratio(replace(event, n_accepted=0, n_steps=2))) == []
             ratios.append(search.skip_ratio)
     assert set(ratios) == {0.45} and search.layer_set == LayerSet(4)
     search.close()
@@ -236,7 +236,7 @@ def test_nothing_is_searched_before_the_window_is_full() -> None:
 
 # strategies that look at the model, and searches that begin again
 
-TOO_SMALL = "the memory is too small for the pass of a candidate"
+TOO_SMALL = "a scoring pass with one candidate does not fit in memory"
 GUIDED: dict[str, Any] = dict(context_window=8, stop_threshold=0.05, max_draft_length=4, strategy="knapsack")
 
 

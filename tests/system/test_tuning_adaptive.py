@@ -99,10 +99,10 @@ def test_only_sets_with_distinct_estimates_are_timed() -> None:
     def contenders(**settings: Any) -> list[LayerSet]:
         given = SwiftSettings(method="adaptive", draft_format="int4", **settings)
         search = Search("t", LayerSet(4), searchable(4), given, 0.5, cheap_draft_costs())
-        before = search.contenders
-        search.take(TUNED)
+        before = search.sets_to_time
+        search.adopt(TUNED)
         assert before == [] and search.layer_set == search.method.layer_set == TUNED
-        return search.contenders
+        return search.sets_to_time
 
     assert contenders(strategy="knapsack") == [TUNED, WHOLE]
     assert contenders(strategy="knapsack", deterministic=True) == []  # the clock may decide nothing

@@ -71,13 +71,13 @@ def test_lossy_methods_stand_below_a_line_and_are_marked() -> None:
 
 
 def test_what_is_missing_is_said() -> None:
-    slow = result("jacobi", 0.3, prompts=2, reason="for it is less than half as fast as plain decoding")
+    slow = result("jacobi", 0.3, prompts=2, reason="because it is less than half as fast as plain decoding")
     made = [{"piece": "heads", "how": "40 steps of training, 22 s", "seconds": 22.0}]
     text = shown(
         report(results=[slow, result("paradecode", None, reason="its layers differ")], energy=None, made=made), 80
     )
     assert "paradecode: not run: its layers differ" in text
-    assert "jacobi: 2 of 8 prompts, for it is less than half as fast" in text
+    assert "jacobi: 2 of 8 prompts, because it is less than half as fast" in text
     assert "energy per token: not measured" in text and "J/tok" not in text
     assert "heads (40 steps of training, 22 s)" in text
     cut = shown(report(results=[result("jacobi", 1.1, prompts=2), result("spd", None)], interrupted=True), 80)

@@ -22,7 +22,7 @@ from swiftopt.decoding.methods import METHODS, Resources
 from swiftopt.tasks.measures import ROWS, Counter, EnergyMeter, nll, nvml, rapl
 from swiftopt.tasks.recipes import Recipe
 from swiftopt.tasks.report import (
-    FEWEST,
+    MIN_PROMPTS,
     Decoded,
     Figures,
     Interleaved,
@@ -162,7 +162,7 @@ def test_slow_method_stops_at_twice_the_time_of_plain_decoding() -> None:
     clock = Clockwork({"plain": 1.0, "fair": 1.9, "slow": 4.0, "hopeless": 100.0})
     clock.interleaved.run()
     done = {name: len(found.by_prompt) for name, found in clock.interleaved.runs.items()}
-    assert done == {"plain": 8, "fair": 8, "slow": 4, "hopeless": FEWEST}
+    assert done == {"plain": 8, "fair": 8, "slow": 4, "hopeless": MIN_PROMPTS}
 
 
 def test_failed_method_is_omitted_and_the_others_continue() -> None:

@@ -121,8 +121,8 @@ def test_set_that_promises_most_is_taken_into_use_when_it_has_just_been_scored()
     contest = ChallengerTest(Incumbent(HELD, 1, 1.0, 1.0))
     held, other, again = (trial(own, 2.0, step, "move") for step, own in enumerate((HELD, SETS[0], SETS[1])))
     earlier = [trial(SETS[1], 4.0, 0, "move"), trial(SETS[0], 9.0, 1, "move")]
-    assert contest.take_best(SETS[1], [held, other], earlier) is None and contest.incumbent.layer_set == HELD
-    assert contest.take_best(HELD, [held, other], earlier) is None and contest.n_at_gain == 0
-    decided = contest.take_best(SETS[1], [held, again], earlier)
+    assert contest.adopt_best(SETS[1], [held, other], earlier) is None and contest.incumbent.layer_set == HELD
+    assert contest.adopt_best(HELD, [held, other], earlier) is None and contest.n_at_gain == 0
+    decided = contest.adopt_best(SETS[1], [held, again], earlier)
     assert decided is not None and decided.adopted and decided.layer_set == SETS[1]
     assert (contest.incumbent.n, contest.incumbent.score, contest.n_at_gain) == (2, 3.0, 3)

@@ -161,7 +161,7 @@ def test_several_prompts_elsewhere_in_a_row_are_a_shift_though_acceptance_holds(
             watch.add_prompt(state, settled)
             reason = watch.add(completion(90, 100))
             assert bool(reason) == (number == FAR_PROMPTS)
-        assert reason == f"{FAR_PROMPTS} prompts in a row lie elsewhere than those before"
+        assert reason == f"{FAR_PROMPTS} prompts in a row have hidden states far from the earlier ones"
         watch.restart(LayerSet.uniform(8, 2))
         assert watch.state == pytest.approx(unit([sum(own) for own in zip(*map(unit, news), strict=True)]), abs=1e-6)
         assert shift_at(watch, prompts(code, 1.0, 30, draws)) is None

@@ -13,16 +13,16 @@ from swiftopt.decoding.work import exhaust
 from swiftopt.optimizer.verdict import (
     ERROR_RATE,
     MAX_RUNS,
+    InterimTest,
     JudgedTurns,
-    Look,
     Timed,
     TimedTurn,
-    by_looks,
     hold_out,
     is_open,
     jackknife_interval,
     judge,
-    looks_of,
+    plan_interim_tests,
+    run_interim_tests,
     speed_interval,
     speed_ratio,
 )
@@ -109,7 +109,7 @@ def test_gain_of_a_third_is_seen_on_four_held_out_prompts_where_runs_differ_by_5
 
 @pytest.mark.parametrize("n", [2, 4, 8])
 def test_interval_covers_the_ratio_of_uneven_prompts(n: int) -> None:
-    rng, [look, *_] = np.random.default_rng(n), looks_of(n)
+    rng, [look, *_] = np.random.default_rng(n), plan_interim_tests(n)
     found = []
     for _ in range(1000):
         [*turns] = exhaust(Prompts(rng, Machine(0.4), 1.5, n).measure(look))
@@ -129,7 +129,7 @@ def test_few_prompts_are_the_reason_where_they_may_be() -> None:
 
 @pytest.mark.parametrize(("n_held_out", "n_more"), [(1, 0), (1, 1), (2, 0), (4, 4), (8, 0), (8, 3), (8, 8), (16, 16)])
 def test_looks_go_on_with_other_prompts_then_repeat_and_spend_one_error_together(n_held_out: int, n_more: int) -> None:
-    looks = looks_of(n_held_out, n_more)
+    looks = plan_interim_tests(n_held_out, n_more)
     assert sum(look.error for look in looks) == pytest.approx(ERROR_RATE)
     assert max(looks, key=lambda look: look.error) is looks[-1]
     timed = [(run, number) for look in looks for run in look.runs for number in look.prompts]
@@ -139,11 +139,11 @@ def test_looks_go_on_with_other_prompts_then_repeat_and_spend_one_error_together
 
 
 def test_nothing_held_out_has_no_look_and_no_verdict() -> None:
-    assert looks_of(0) == []
-    assert exhaust(by_looks([], lambda look: measured(look, []))).verdict.word == "unmeasured"
+    assert plan_interim_tests(0) == []
+    assert exhaust(run_interim_tests([], lambda look: measured(look, []))).verdict.word == "unmeasured"
 
 
-def measured(look: Look, timings: list[list[list[TimedTurn]]]) -> Any:
+def measured(look: InterimTest, timings: list[list[list[TimedTurn]]]) -> Any:
     """Return timings by run, prompt and turn for a look."""
     yield look
     return [(number, timings[run][number]) for run in look.runs for number in look.prompts]
@@ -154,29 +154,29 @@ def turns(plain: list[float], tuned: list[float]) -> list[list[TimedTurn]]:
     return [[TimedTurn(*pair)] for pair in zip(runs(plain), runs(tuned), strict=True)]
 
 
-def decided(looks: list[Look], timings: list[list[list[TimedTurn]]]) -> tuple[JudgedTurns, list[Look]]:
-    made = list[Look]()
-    return exhaust(by_looks(looks, lambda look: measured(look, timings)), made.append), made
+def decided(looks: list[InterimTest], timings: list[list[list[TimedTurn]]]) -> tuple[JudgedTurns, list[InterimTest]]:
+    made = list[InterimTest]()
+    return exhaust(run_interim_tests(looks, lambda look: measured(look, timings)), made.append), made
 
 
 def test_later_look_undoes_slow_moments() -> None:
     """Drafting is 1.2 times as fast, but a plain run and a tuned run were disturbed in different rounds."""
     slow = turns([10, 10, 10, 2], [12, 12, 1.5, 12]), turns([10, 10, 4, 10], [12, 3, 12, 12])
-    judged, made = decided(looks_of(4), [*slow, turns([10] * 4, [12.1] * 4), turns([10] * 4, [12] * 4)])
+    judged, made = decided(plan_interim_tests(4), [*slow, turns([10] * 4, [12.1] * 4), turns([10] * 4, [12] * 4)])
     assert judged.verdict.word == "use" and judged.verdict.ratio == pytest.approx(1.2, rel=0.01)
     assert len(made) > 1 and len(judged.turns) == 4
 
 
 @pytest.mark.parametrize(("tuned", "word"), [(8.0, "plain"), (30.0, "use")])
 def test_clear_verdict_is_not_looked_at_again(tuned: float, word: str) -> None:
-    judged, made = decided(looks_of(8, 8), [turns([10.0, 10.1] * 4, [tuned] * 8)])
+    judged, made = decided(plan_interim_tests(8, 8), [turns([10.0, 10.1] * 4, [tuned] * 8)])
     assert judged.verdict.word == word and len(made) == 1 and judged.verdict.n_prompts == 8
 
 
 def test_other_prompts_come_before_any_runs_again() -> None:
     speeds = [12, 9, 14, 10, 13, 9, 12, 11]
     judged, made = decided(
-        looks_of(8, 4), [turns([10.0] * 12, [*speeds, 14, 15, 13, 14]), turns([10.0] * 12, [13] * 12)]
+        plan_interim_tests(8, 4), [turns([10.0] * 12, [*speeds, 14, 15, 13, 14]), turns([10.0] * 12, [13] * 12)]
     )
     assert [(look.prompts, look.runs) for look in made[:2]] == [(range(8), range(1)), (range(8, 12), range(1))]
     assert judged.verdict.n_prompts == 12
@@ -184,9 +184,9 @@ def test_other_prompts_come_before_any_runs_again() -> None:
 
 def test_turns_of_one_chat_are_no_evidence_of_others() -> None:
     three = [turn for [turn] in turns([10, 10, 10], [12, 12.1, 11.9])]
-    alone, made = decided(looks_of(1), [[three]])
+    alone, made = decided(plan_interim_tests(1), [[three]])
     assert (alone.verdict.word, alone.verdict.n_prompts, len(alone.turns)) == ("plain", 1, 3) and len(made) == 1
-    apart, _ = decided(looks_of(3), [[[turn] for turn in three]] * 4)
+    apart, _ = decided(plan_interim_tests(3), [[[turn] for turn in three]] * 4)
     assert apart.verdict.word == "use" and apart.verdict.n_prompts == 3
 
 
