@@ -71,7 +71,7 @@ def run_strategy(windows: RecordedWindows, strategy: str, n_passes: int, on_gain
                 on_gain(strategy, passes, objective)
             if passes >= n_passes or not search.optimising:
                 break
-            deque(search.lower_skip_ratio(Round(context, (), n_steps, n_accepted, 0, 0.0, 0.0)), 0)
+            deque(search.lower_skip_ratio(Round(context, (), round(n_steps), round(n_accepted), 0, 0.0, 0.0)), 0)
     finally:
         search.finish("the benchmark is over")
     best = max(objective for _, _, objective in curve)

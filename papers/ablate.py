@@ -142,7 +142,7 @@ def _row(built: BuiltVariant, runs: Interleaved, session: Session, prompts: Sequ
     method = built.drafter.method if isinstance(built.drafter, Search) else built.drafter
     unmeasured_row = Figures(variant.label, lossy=method is not None and method.lossy, extra_bytes=0)
     if built.error is not None:
-        missing_row = unmeasured_row.missing(len(prompts), built.error).to_json()
+        missing_row = unmeasured_row.unmeasured(len(prompts), built.error).to_json()
         return {**identity, **missing_row, "heads": None, "consistency": None}
 
     def nll_of(number: int, token_ids: tuple[int, ...]) -> float:

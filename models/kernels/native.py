@@ -22,7 +22,7 @@ from ..coded_slots import SlotCoding
 from ..rows import HeadRows, Pass, keepers
 from . import layout
 from .build import Kernels
-from .calls import write_likeliest, likeliest, linear, run
+from .calls import likeliest, linear, run, write_likeliest
 from .description import ModelDescription
 from .layout import Unsupported
 from .mixers import sequence_of

@@ -195,7 +195,11 @@ OF_WINGS = {
             2,
             "nearest: llama-cpp",
         ),
-        (["bench", "peers", "--model", "gpt2", "--stream", "good.jsonl", "--gguf", "no.gguf"], 2, "no.gguf is not a file"),
+        (
+            ["bench", "peers", "--model", "gpt2", "--stream", "good.jsonl", "--gguf", "no.gguf"],
+            2,
+            "no.gguf is not a file",
+        ),
         ([*TUNE, "good.jsonl", "--engine", "sglang"], 2, "swiftopt cannot run sglang: start its servers"),
         ([*TUNE, "good.jsonl", "--engine", "vllm", "--limit", "3"], 2, "has 3 prompts: tuning an engine needs 4"),
         ([*TUNE, "good.jsonl", "--engine", "vllm", "--draft-model", "smollm-135m"], 3, "nearest: smollm2-135m"),

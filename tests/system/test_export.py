@@ -77,7 +77,7 @@ def alternates(kept: tuple[bool, ...]) -> bool:
 
 
 @st.composite
-def alternating_sets(draw: Any, depth: int = DEPTH) -> LayerSet:
+def drawn_alternating_sets(draw: Any, depth: int = DEPTH) -> LayerSet:
     kept, wanted = [], 0
     for place in range(2 * depth):
         keep = place % 2 == wanted and draw(st.booleans())
@@ -160,7 +160,7 @@ def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 @settings(max_examples=12)
-@given(layer_set=alternating_sets())
+@given(layer_set=drawn_alternating_sets())
 def test_restacked_checkpoint_has_the_logits_of_the_skipped_model(
     saved: tuple[Path, Runtime], layer_set: LayerSet
 ) -> None:
