@@ -203,7 +203,7 @@ def test_failed_installation_is_reported_and_removed(tmp_path: Path, monkeypatch
     (old / "bin").mkdir(parents=True)
     (old / READY).touch()
     (old / "bin" / "python").symlink_to("/usr/bin/python0")
-    monkeypatch.setattr("swiftopt.engines.packages._make", fail)
+    monkeypatch.setattr("swiftopt.engines.packages._install", fail)
     with pytest.raises(EngineFailed, match="made anew"):
         prepared(EnginePackage("nobody", "no-such-rival", "1", tool="pip", steps=(install,)))
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -222,7 +222,7 @@ def test_installation_waits_for_another_process(tmp_path: Path, monkeypatch: pyt
         (folder / "bin" / "python").touch()
         (folder / READY).touch()
 
-    monkeypatch.setattr("swiftopt.engines.packages._make", make)
+    monkeypatch.setattr("swiftopt.engines.packages._install", make)
     package = EnginePackage("nobody", "no-such-rival", "1", tool="pip")
     with ThreadPoolExecutor() as pool:
         launches = list(pool.map(prepared, [package] * 3))
