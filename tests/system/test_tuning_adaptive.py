@@ -86,7 +86,7 @@ def test_set_of_the_search_is_used_unless_another_proves_faster(
         return runs
 
     monkeypatch.setattr(tuning, "time_methods", by_turns)
-    monkeypatch.setattr(Search, "contenders", [WHOLE, TUNED])
+    monkeypatch.setattr(Search, "sets_to_time", [WHOLE, TUNED])
     (result,), _ = tune(strategy="knapsack")
     assert timed == [(2, ["t2", "t1", "t0"])]  # those that were served, the latest first
     assert result.record.layer_set == used

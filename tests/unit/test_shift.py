@@ -185,7 +185,7 @@ def test_later_turns_of_a_chat_are_no_prompts_elsewhere() -> None:
         watch.add_prompt(first, settled=True)
         assert not watch.add(completion(90, 100))
         for later in prompts(code, 1.0, FAR_PROMPTS + 1, draws):
-            watch.add_prompt(later, settled=True, goes_on=True)
+            watch.add_prompt(later, settled=True, is_later_turn=True)
             assert not watch.add(completion(90, 100))
     assert watch.chart.n == 10 * (FAR_PROMPTS + 2)
 
