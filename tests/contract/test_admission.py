@@ -59,7 +59,7 @@ CASES = {
     "a window as long as completions": Case("leaves nothing to decode", settings={"context_window": 40}),
     "lines with short completions": Case("max_new_tokens 3 leaves nothing", line={"prompt": FINE, "max_new_tokens": 3}),
     "completions over the context": Case("context length is 256", request={"max_new_tokens": 256}),
-    "a prompt over the context": Case("the prompt has 300 and 40 new ones", line={"prompt": "w3 " * 300}),
+    "a prompt over the context": Case("the prompt has 300 and 40 new tokens", line={"prompt": "w3 " * 300}),
     "a chat over the context": Case("context length is 256", line={"turns": ["w3 " * 300, "w4"]}),
     "messages over the context": Case(
         "context length is 256", line={"messages": [{"role": "user", "content": "w3 " * 300}]}
