@@ -36,6 +36,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 from transformers.modeling_layers import MtpModel
 
 from ..core.settings import n_threads
+from ..models.quantised import cpu_multiplies_bf16
 from ..models.saved import quiet
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
@@ -126,7 +127,7 @@ def train(model: Any, mtp: Any, tokens: Tensor, minutes: float, seed: int) -> tu
             group["lr"] = RATE * min((step + 1) / WARM_UP_STEPS, 1.0 - 0.95 * progress)
         starts = torch.randint(len(tokens) - LENGTH, (BATCH,), generator=generator)
         ids = torch.stack([tokens[start : start + LENGTH] for start in starts])
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast("cpu", torch.bfloat16, enabled=cpu_multiplies_bf16()):
             parts = losses(model, mtp, ids)
         loss: Any = parts[0] + sum(weight * part for weight, part in zip(MTP_WEIGHTS, parts[1:], strict=True))
         adam.zero_grad()

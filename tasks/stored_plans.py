@@ -34,7 +34,7 @@ class StoredPlans:
         plans = self._store.lookup_many(runtime.info.fingerprint, names, machine_name(runtime), runtime.dtype_name)
         return {name: plan for name, plan in plans.items() if self._can_draft_by(plan)}
 
-    def look_up_moved(self, names: Sequence[str]) -> dict[str, FoundPlan]:
+    def look_up_changed(self, names: Sequence[str]) -> dict[str, FoundPlan]:
         """Look up only the tasks whose alias was moved since the last call; every REREAD_S seconds, all of them."""
         state, now_s = self._store.lookup_state(self._runtime.info.fingerprint), time.monotonic()
         reads_all = now_s >= self._read_at_s + REREAD_S

@@ -389,7 +389,7 @@ class Traffic:
             if not task.looked_up:
                 self._request_plans("plan", name, [name], self._stored_plans.look_up)
             names = [known_name for known_name, known_task in self._tasks.items() if known_task.looked_up]
-            self._request_plans("plans", "", names, self._stored_plans.look_up_moved)
+            self._request_plans("plans", "", names, self._stored_plans.look_up_changed)
         return task
 
     def _drop_task(self) -> bool:

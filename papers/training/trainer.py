@@ -18,6 +18,7 @@ from transformers import TopPLogitsWarper
 
 from ...core.types import Prompt, Sampling
 from ...decoding.session import Session
+from ...models.quantised import cpu_multiplies_bf16
 from ...models.runtime import Runtime
 from ..early_exit import Heads, Probe
 from .features import Checkpoint, Features, collect
@@ -263,7 +264,7 @@ def vocabulary_product(rows: Tensor, weight: Tensor) -> Tensor:
     On a CPU without instructions for bfloat16, torch's own product takes 30 times as long as one in float32. It is
     computed over chunks of the vocabulary, which bounds the memory of their copies.
     """
-    if weight.dtype != torch.bfloat16 or not weight.is_cpu or torch.ops.mkldnn._is_mkldnn_bf16_supported():
+    if weight.dtype != torch.bfloat16 or not weight.is_cpu or cpu_multiplies_bf16():
         return rows @ weight
     chunk = max(1, CHUNK_VALUES // weight.shape[1])
     total = torch.zeros(rows.shape[0], weight.shape[1])
