@@ -930,7 +930,7 @@ WRONG: tuple[tuple[str, dict[str, Any], str, str], ...] = (
     (CHAT, {"messages": SAID * 16385}, "messages", "at most 16384 items"),
     (RESPONSE, {"input": SAID * 16385}, "input", "at most 16384 items"),
     (CHAT, {"swiftopt": {"method": "nope"}}, "swiftopt.method", "method 'nope' is unknown: use one of plain"),
-    (CHAT, {"swiftopt": {"method": "swift"}}, "swiftopt.method", "or give one"),
+    (CHAT, {"swiftopt": {"method": "swift"}}, "swiftopt.method", "or pass one"),
     (CHAT, {"response_format": TYPELESS}, "response_format.json_schema.schema", "JSON schema"),
     (
         RESPONSE,

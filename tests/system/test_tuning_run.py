@@ -155,7 +155,7 @@ def test_run_does_not_continue_with_other_weights(store: Store, tmp_path: Path) 
     save_file({name: 1.5 * tensor for name, tensor in load_file(file).items()}, file, {"format": "pt"})
     ended = retried(store, before)
     assert ended.state == "failed" and ended.n_outputs == 2
-    assert ended.error is not None and "are others than when this run began: start the run anew" in ended.error
+    assert ended.error is not None and "have changed since this run began: start the run anew" in ended.error
 
 
 def test_run_without_a_prompt_is_refused_in_a_sentence(store: Store) -> None:

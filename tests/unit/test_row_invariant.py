@@ -127,7 +127,8 @@ class Shape:
     givers: frozenset[int] = frozenset()
 
     def __init__(self, heads: int, kv_heads: int, width: int) -> None:
-        self.blocks = [SimpleNamespace(heads=HeadLayout(heads, kv_heads, width, False), device=PLACE)] * 2
+        layout_of_heads = HeadLayout(heads, kv_heads, width, False)
+        self.blocks = [SimpleNamespace(heads=layout_of_heads, device=PLACE, has_attention=True)] * 2
 
 
 def filled(shape: Any, capacity: int, seed: int, dtype: torch.dtype) -> KVBuffer:
