@@ -1181,12 +1181,12 @@ class TimeIsUp(Exception):
 
 
 def answerable(body: dict[str, Any]) -> dict[str, Any]:
-    """Return the body with an existing model, existing roles and a small length, if it has such fields."""
+    """Return the body with an existing model, existing roles, texts and a small length, if it has such fields."""
     known = {"model": "tiny", "max_tokens": 2, "max_output_tokens": 2, "max_completion_tokens": None, "min_tokens": 0}
     body = {**body, **{name: value for name, value in known.items() if isinstance(body.get(name), str | int)}}
     for message in body["messages"] if isinstance(body.get("messages"), list) else ():
         if isinstance(message, dict) and isinstance(message.get("role"), str):
-            message["role"] = "user"
+            message |= {"role": "user", "content": message.get("content") or "w1"}
     return body
 
 
