@@ -26,7 +26,8 @@ from ..core.layer_sets import LayerSet
 from .costs import RECORD_AT, RECORDED_ROWS
 from .kernels import device as kernels
 from .kernels import device_attention
-from .rows import Pass, PassPlan, Rows, RowTable, TableFullError, TablePlan, best_of, plans_of
+from .row_tables import RowTable, TableFullError, TablePlan
+from .rows import Pass, PassPlan, Rows, best_of, plans_of
 from .runtime import Runtime
 from .transfers import uploaded
 

@@ -1,4 +1,4 @@
-"""Checks before a runtime computes: of the length of texts, and that drafts fit the model."""
+"""Checks before a runtime computes: of the length of texts, that drafts fit the model, and whether layers are alike."""
 
 from __future__ import annotations
 
@@ -18,6 +18,19 @@ class RuntimeChecks:
     max_positions: int
     tokenizer: Any
     blocks: list[Block]
+
+    @property
+    def has_alike_attention(self) -> bool:
+        """Whether attention has one form in all layers that have it, and no layer computes more than its sub-layers."""
+        forms = {(block.heads, block.parts.v_norm is None) for block in self.blocks if block.has_attention}
+        usual = all(heads.latent is None and has_plain_values for heads, has_plain_values in forms)
+        return len(forms) <= 1 and usual and all(block.end is None for block in self.blocks)
+
+    @property
+    def has_alike_layers(self) -> bool:
+        """Whether all layers have one form: attention with keys of its own, an MLP, and nothing else."""
+        usual = (block.has_attention and not block.n_taps and "mlp" in block.kinds for block in self.blocks)
+        return self.has_alike_attention and all(usual)
 
     def check_context(self, n_prompt: int, max_new_tokens: int) -> None:
         """Raises: ContextOverflow: prompt and completion together need more positions than the model has."""

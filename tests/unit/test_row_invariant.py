@@ -29,7 +29,8 @@ from swiftopt.models.loading import at_speed
 from swiftopt.models.quantised import QuantisedLinear, cpu_multiplies_fp8
 from swiftopt.models.rotation import RotaryTables, rotate
 from swiftopt.models.row_invariant import coded_map, make_row_invariant
-from swiftopt.models.rows import PassPlan, Rows, RowTable
+from swiftopt.models.row_tables import RowTable
+from swiftopt.models.rows import PassPlan, Rows
 from swiftopt.models.transfers import uploaded
 
 pytest.importorskip("triton")
