@@ -157,7 +157,8 @@ class TableRows:
         self, runtime: PassRunner, table: RowTable, data: Tensor, block: Block, beside: BufferRows | None = None
     ) -> None:
         self._table, self._data, self._beside = table, data, beside
-        self._places = [(other.index, other.device) for other in runtime.blocks if other.has_attention]
+        # A buffer's block has the layers with attention on its device, in their order.
+        self._layers = [other.index for other in runtime.blocks if other.has_attention and other.device == block.device]
         self._view = table.windows.index(block.window)
         self._tables = runtime.rotation(block.layer_type, block.device, table.n_positions)
         rotated_late = block.head_norm == "rotated" and block.parts.q_norm is not None
@@ -176,9 +177,7 @@ class TableRows:
         return self._beside.recurrence(block, inputs)
 
     def attend(self, block: Block, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        # A buffer's block has the layers with attention on its device, in their order.
-        table, layers = self._table, [index for index, device in self._places if device == block.device]
-        layer, n_layers = layers.index(block.index), len(layers)
+        table, layer, n_layers = self._table, self._layers.index(block.index), len(self._layers)
         rotation = None if self._tables is None else self._tables[:2]
         query = kernels.store(query, key, value, self._data, rotation, layer, n_layers)
         view, n_tiles = table.field(self._view), table.n_tiles[self._view]
