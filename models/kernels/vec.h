@@ -89,35 +89,65 @@ template <> inline bf16 rounded<bf16>(float x) {
     return bf16{uint16_t((bits + 0x7fff + ((bits >> 16) & 1)) >> 16)};
 }
 
+// `widened`: bytes or 16-bit numbers as 32-bit ones; `store_bytes` and `store_words`: the low 8 or 16 bits of these. Intrinsics,
+// because gcc converts vectors of bytes byte by byte, and those of 16-bit numbers by halves.
+#if defined(WITH_AVX512)
+static inline vi widened(const int8_t* from) { return (vi)_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)from)); }
+static inline vi widened(const uint8_t* from) { return (vi)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)from)); }
+static inline vi widened(const uint16_t* from) { return (vi)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)from)); }
+static inline void store_bytes(void* to, vi value) { _mm_storeu_si128((__m128i*)to, _mm512_cvtepi32_epi8((__m512i)value)); }
+static inline void store_words(void* to, vi value) { _mm256_storeu_si256((__m256i*)to, _mm512_cvtepi32_epi16((__m512i)value)); }
+#elif defined(__AVX2__)
+static inline vi widened(const int8_t* from) { return (vi)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)from)); }
+static inline vi widened(const uint8_t* from) { return (vi)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)from)); }
+static inline vi widened(const uint16_t* from) { return (vi)_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)from)); }
+static inline void store_bytes(void* to, vi value) {
+    const __m256i low = _mm256_shuffle_epi8((__m256i)value, _mm256_set1_epi32(0x0c080400));
+    const __m128i bytes = _mm_unpacklo_epi32(_mm256_castsi256_si128(low), _mm256_extracti128_si256(low, 1));
+    _mm_storel_epi64((__m128i*)to, bytes);
+}
+static inline void store_words(void* to, vi value) { *(vh*)to = __builtin_convertvector(value, vh); }
+#elif defined(__aarch64__)
+static inline uint8x8_t four_bytes(const void* from) {
+    uint32_t bytes;
+    memcpy(&bytes, from, 4);
+    return vreinterpret_u8_u32(vdup_n_u32(bytes));
+}
+static inline vi widened(const int8_t* from) {
+    return (vi)vmovl_s16(vget_low_s16(vmovl_s8(vreinterpret_s8_u8(four_bytes(from)))));
+}
+static inline vi widened(const uint8_t* from) { return (vi)vmovl_u16(vget_low_u16(vmovl_u8(four_bytes(from)))); }
+static inline vi widened(const uint16_t* from) { return (vi)vmovl_u16(vld1_u16(from)); }
+static inline void store_bytes(void* to, vi value) {
+    const int16x4_t words = vmovn_s32((int32x4_t)value);
+    const uint32_t bytes = vget_lane_u32(vreinterpret_u32_s8(vmovn_s16(vcombine_s16(words, words))), 0);
+    memcpy(to, &bytes, 4);
+}
+static inline void store_words(void* to, vi value) { *(vh*)to = __builtin_convertvector(value, vh); }
+#else
+static inline vi widened(const int8_t* from) { return __builtin_convertvector(*(const vb*)from, vi); }
+static inline vi widened(const uint8_t* from) { return __builtin_convertvector(*(const vub*)from, vi); }
+static inline vi widened(const uint16_t* from) { return __builtin_convertvector(*(const vh*)from, vi); }
+static inline void store_bytes(void* to, vi value) { *(vb*)to = __builtin_convertvector(value, vb); }
+static inline void store_words(void* to, vi value) { *(vh*)to = __builtin_convertvector(value, vh); }
+#endif
+
 // Load through the vector type: with AVX2, gcc turns `memcpy` into two copies of halves, and the next read stalls on both.
 static inline vf load(const float* from) { return *(const vf*)from; }
-static inline vf load(const bf16* from) { return (vf)(__builtin_convertvector(*(const vh*)from, vu) << 16); }
+static inline vf load(const bf16* from) { return (vf)((vu)widened(&from->bits) << 16); }
 static inline vf load(const f16* from) {
 #if defined(WITH_AVX512)
     return (vf)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)from));
 #elif defined(__AVX2__)
     return (vf)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)from));
+#elif defined(__aarch64__)
+    return (vf)vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(&from->bits)));
 #else
     vf value;
     for (int i = 0; i < LANES; i++) value[i] = to_float(from[i]);
     return value;
 #endif
 }
-// `widened`: bytes as whole numbers; `store_bytes`: the low bytes of these. AVX2 has intrinsics here, because gcc has no vectors
-// of 8 bytes and converts them byte by byte.
-#if defined(__AVX2__) && !defined(WITH_AVX512)
-static inline vi widened(const int8_t* from) { return (vi)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)from)); }
-static inline vi widened(const uint8_t* from) { return (vi)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)from)); }
-static inline void store_bytes(void* to, vi value) {
-    const __m256i low = _mm256_shuffle_epi8((__m256i)value, _mm256_set1_epi32(0x0c080400));
-    const __m128i bytes = _mm_unpacklo_epi32(_mm256_castsi256_si128(low), _mm256_extracti128_si256(low, 1));
-    _mm_storel_epi64((__m128i*)to, bytes);
-}
-#else
-static inline vi widened(const int8_t* from) { return __builtin_convertvector(*(const vb*)from, vi); }
-static inline vi widened(const uint8_t* from) { return __builtin_convertvector(*(const vub*)from, vi); }
-static inline void store_bytes(void* to, vi value) { *(vb*)to = __builtin_convertvector(value, vb); }
-#endif
 static inline vf load(const int8_t* from) { return __builtin_convertvector(widened(from), vf); }
 static inline vf load(const uint8_t* from) { return __builtin_convertvector(widened(from), vf); }
 static inline void store(float* to, vf value) { *(vf*)to = value; }
@@ -125,7 +155,7 @@ static inline void store(bf16* to, vf value) {
     vu bits = (vu)value;
     vu even = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
     vu is_nan = (vu)((bits & 0x7fffffffu) > 0x7f800000u);
-    *(vh*)to = __builtin_convertvector((is_nan & ((bits >> 16) | 0x40u)) | (~is_nan & even), vh);
+    store_words(to, (vi)((is_nan & ((bits >> 16) | 0x40u)) | (~is_nan & even)));
 }
 // LANES values from index i on, with zeros after the n-th.
 template <class T> static inline vf part_of(const T* x, int i, int n) {
