@@ -43,6 +43,7 @@ from ..decoding.loop import decode
 from ..decoding.methods import PLAIN, Method, swift
 from ..decoding.session import Session
 from ..models.costs import machine_name
+from ..models.huge_pages import PAGES
 from ..models.kernels import layout
 from ..models.kernels.native import NativePasses
 from ..models.loading import at_speed, load, random_runtime
@@ -97,10 +98,12 @@ def passes(model: str, dtype: str, contexts: str, rows: str, sequences: str) -> 
     """Split the time of a pass into linear maps, attention, the rest of the kernels' work, and Python.
 
     Passes of swiftopt's kernels and of torch's (`--speed eager`) alternate. Prints a line with medians in ms for each
-    context, number of sequences and rows per sequence. `weights_gb_s`: bytes of the weights per second of linear maps.
+    context, number of sequences and rows per sequence. `weights_gb_s`: bytes of the weights per second of linear maps;
+    null for mixtures of experts, whose passes read a part of them (`bench.mixtures rates` counts it).
     """
     runtime = load(model, dtype, "cpu", speed="eager")
     at_speed(runtime, "exact")
+    PAGES.finish()
     results = []
     for context, n_sequences, n_rows in product(
         *(map(int, number_list.split(",")) for number_list in (contexts, sequences, rows))
@@ -151,8 +154,8 @@ def pass_times(runtime: Runtime, context: int, n_rows: int, n_sequences: int) ->
     # A pass reads only one row per token of an untied embedding table.
     if table.data_ptr() != head.data_ptr():
         del n_bytes[table.data_ptr()]
-    about = {"context": context, "sequences": n_sequences, "rows": n_rows}
-    return {**about, "ms": ms, "weights_gb_s": round(sum(n_bytes.values()) / ms["maps"] / 1e6, 1)}
+    rate = None if runtime.family.experts else round(sum(n_bytes.values()) / ms["maps"] / 1e6, 1)
+    return {"context": context, "sequences": n_sequences, "rows": n_rows, "ms": ms, "weights_gb_s": rate}
 
 
 # --- attention: its time, and the time that its bytes and multiply-adds would take at the linear maps' rates

@@ -24,6 +24,7 @@ from ..models.block_maps import PackedBlocks
 from ..models.blocks import Block
 from ..models.buffer import KVBuffer
 from ..models.costs import machine_name
+from ..models.huge_pages import PAGES
 from ..models.kernels.calls import linear
 from ..models.kernels.native import NativePasses
 from ..models.loading import load
@@ -213,6 +214,7 @@ def rates(path: Path, rows: str, context: int) -> None:
     The dense maps have the same codes. Rows are the letters of `examples/stream.jsonl`, others for each pass.
     """
     runtime = load(str(path), device="cpu", speed="exact")
+    PAGES.finish()
     token_ids = [ord(letter) - 33 for letter in TEXT.read_text(encoding="utf-8") if 33 <= ord(letter) < 127]
     results = []
     for n_rows in map(int, rows.split(",")):

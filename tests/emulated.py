@@ -21,7 +21,7 @@ from walkthrough import ROOT, copy_tracked
 
 EMULATOR = Path("/usr/bin/qemu-aarch64-static")
 PACKAGES = "python3,libpython3.11-stdlib,libgomp1,libstdc++6"
-REQUIREMENTS = ("numpy", "transformers", "gguf", "filelock", "pydantic", "platformdirs", "psutil")
+REQUIREMENTS = ("numpy", "transformers", "gguf", "llguidance", "filelock", "pydantic", "platformdirs", "psutil")
 # Builds of torch from 2.11 on are for CUDA on that machine, and want its libraries. Without dependencies, for pip would
 # take those of the machine that it runs on.
 ALONE = ("torch==2.9.1", "accelerate")

@@ -138,23 +138,15 @@ static void add_sums(
     }
 }
 
-// One exchange of a transposition: take the lanes of a and b for a corner of the square. GCC and clang spell it differently.
+// One exchange of a transposition: take the lanes of a and b for a corner of the square.
 template <int STEP, bool LOW, int... I>
 static inline vf corner(vf a, vf b, std::integer_sequence<int, I...>) {
-#if defined(__clang__)
-    return __builtin_shufflevector(a, b, (I & STEP ? LANES + I - (LOW ? STEP : 0) : I + (LOW ? 0 : STEP))...);
-#else
-    return __builtin_shuffle(a, b, vi{(I & STEP ? LANES + I - (LOW ? STEP : 0) : I + (LOW ? 0 : STEP))...});
-#endif
+    return shuffled<(I & STEP ? LANES + I - (LOW ? STEP : 0) : I + (LOW ? 0 : STEP))...>(a, b);
 }
 
 // Swap the two values of each pair of lanes.
 template <int... I> static inline vf swap_pairs(vf x, std::integer_sequence<int, I...>) {
-#if defined(__clang__)
-    return __builtin_shufflevector(x, x, (I ^ 1)...);
-#else
-    return __builtin_shuffle(x, vi{(I ^ 1)...});
-#endif
+    return shuffled<(I ^ 1)...>(x, x);
 }
 static inline vf swap_pairs(vf x) { return swap_pairs(x, std::make_integer_sequence<int, LANES>{}); }
 

@@ -4,19 +4,27 @@
 
 constexpr int MAX_EXPERTS = 1024;  // per layer
 
-// The dot product of a row and a weight, summed in an order that does not depend on other rows. `ahead`: distance in values to
-// the weights that are prefetched, 0: none are.
-template <class T, class W> static inline float dot(const T* x, const W* weight, int n, int ahead = 0) {
-    vf sums[2] = {};
+// The dot products of a row and N weights, `stride` values apart, each summed in an order that depends neither on other rows nor
+// on N. Several weights share the conversion of the row, and their sums do not wait for each other. `ahead`: distance in values
+// to the weights that are prefetched, 0: none are.
+template <int N, class T, class W>
+static inline void dots(const T* x, const W* weights, int64_t stride, int n, int64_t ahead, float* to) {
+    vf sums[N][2] = {};
     int i = 0;
     for (; i + 2 * LANES <= n; i += 2 * LANES) {
-        if (ahead)
-            for (size_t at = 0; at < 2 * LANES * sizeof(W); at += 64) __builtin_prefetch((const char*)(weight + i + ahead) + at, 0, 2);
-        sums[0] = fma(load(x + i), load(weight + i), sums[0]);
-        sums[1] = fma(load(x + i + LANES), load(weight + i + LANES), sums[1]);
+        const vf x0 = load(x + i), x1 = load(x + i + LANES);
+        for (int w = 0; w < N; w++) {
+            const W* weight = weights + w * stride + i;
+            if (ahead)
+                for (size_t at = 0; at < 2 * LANES * sizeof(W); at += 64)
+                    __builtin_prefetch((const char*)(weight + ahead) + at, 0, 2);
+            sums[w][0] = fma(x0, load(weight), sums[w][0]);
+            sums[w][1] = fma(x1, load(weight + LANES), sums[w][1]);
+        }
     }
-    for (; i < n; i += LANES) sums[0] = fma(part_of(x, i, n), part_of(weight, i, n), sums[0]);
-    return sum(sums[0] + sums[1]);
+    for (; i < n; i += LANES)
+        for (int w = 0; w < N; w++) sums[w][0] = fma(part_of(x, i, n), part_of(weights + w * stride, i, n), sums[w][0]);
+    for (int w = 0; w < N; w++) to[w] = sum(sums[w][0] + sums[w][1]);
 }
 
 struct Choice {  // an expert of a row, and the factor of its output

@@ -154,24 +154,35 @@ void Runner<T>::mixture(const Step& step, const Mixture& part, const RowList& li
         if (rounds_once(part)) quantise_row(to, to.rows + i * n_hidden, *part.in, i);
     });
     // A thread computes the scores of so many experts and rows at a time, so that the router's weights stay in its cache.
-    constexpr int EXPERTS = 8, ROWS = 64;
+    constexpr int EXPERTS = 8, ROWS = 64, SIDE_BY_SIDE = 4;
     const int n_blocks = ceil_div(all, EXPERTS);
     auto score_experts = [&](int64_t item, int64_t) {
-        const int first = int(item % n_blocks) * EXPERTS, last = std::min(all, first + EXPERTS);
+        const int first = int(item % n_blocks) * EXPERTS, last = std::min(all, first + EXPERTS), end_of_router = std::min(n, last);
         const int64_t begin = item / n_blocks * ROWS, end = std::min(list.n, begin + ROWS);
-        for (int64_t i = begin; i < end; i++)
+        for (int64_t i = begin; i < end; i++) {
+            const T* x = (part.separate_norms() ? router_rows_ : rows.rows) + i * n_hidden;
+            float* scores = scores_ + i * row_size;
+            auto score = [&](const auto* router, int e, auto size) {
+                const int64_t ahead = i == begin && e + 2 * size <= n ? int64_t(size) * n_hidden : 0;
+                dots<size>(x, router + int64_t(e) * n_hidden, n_hidden, n_hidden, ahead, scores + e);
+            };
+            auto score_all = [&](const auto* router) {
+                int e = first;
+                for (; e + SIDE_BY_SIDE <= end_of_router; e += SIDE_BY_SIDE)
+                    score(router, e, std::integral_constant<int, SIDE_BY_SIDE>());
+                for (; e < end_of_router; e++) score(router, e, std::integral_constant<int, 1>());
+            };
+            if (part.wide_router) score_all((const float*)part.router);
+            else score_all((const T*)part.router);
+            if (last > n) scores[n] = 0;
+            if (last > n && part.shared_gate) dots<1>(x, (const T*)part.shared_gate, 0, n_hidden, 0, scores + n);
             for (int e = first; e < last; e++) {
-                const T* x = (part.separate_norms() ? router_rows_ : rows.rows) + i * n_hidden;
-                const int64_t at = int64_t(e) * n_hidden;
-                const int ahead = i == begin && e + 1 < n ? n_hidden : 0;
-                float score = 0;
-                if (e == n) score = part.shared_gate ? dot(x, (const T*)part.shared_gate, n_hidden) : 0;
-                else if (part.wide_router) score = dot(x, (const float*)part.router + at, n_hidden, ahead);
-                else score = dot(x, (const T*)part.router + at, n_hidden, ahead);
-                if (e < n && part.router_bias) score += part.router_bias[e];
-                if (part.logit_scale != 1) score *= part.logit_scale;
-                scores_[i * row_size + e] = part.rounded_logits ? as_stored<T>(score) : score;
+                float logit = scores[e];
+                if (e < n && part.router_bias) logit += part.router_bias[e];
+                if (part.logit_scale != 1) logit *= part.logit_scale;
+                scores[e] = part.rounded_logits ? as_stored<T>(logit) : logit;
             }
+        }
     };
     const int64_t n_scored = ceil_div(list.n, ROWS) * n_blocks;
     auto batch_rows = [&] {

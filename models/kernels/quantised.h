@@ -40,10 +40,8 @@ static void quantise(const T* x, int n_in, int group, int8_t* codes, float* scal
             non_finite |= ~(vi)(v < splat(INFINITY));
             peak = larger(v, peak);
         }
-        float largest = 0;
-        bool is_finite = true;
-        for (int i = 0; i < LANES; i++) largest = std::max(largest, peak[i]), is_finite &= !non_finite[i];
-        const float scale = is_finite ? largest / 127 : NAN, inverse = largest > 1e-30f ? 127 / largest : 0;
+        const float most = largest(peak);
+        const float scale = any(non_finite) ? NAN : most / 127, inverse = most > 1e-30f ? 127 / most : 0;
         int parts[2] = {};  // sums of the codes in each half of the group
         for (int half = 0; half < 2; half++) {
             vi total = {};
@@ -53,7 +51,7 @@ static void quantise(const T* x, int n_in, int group, int8_t* codes, float* scal
                 store_bytes(codes + i, code);
                 total += code;
             }
-            for (int i = 0; i < LANES; i++) parts[half] += total[i];
+            parts[half] = sum(total);
         }
         scales[g] = scale;
         sums[g] = scale * float(parts[0] + parts[1]);
@@ -71,7 +69,7 @@ static inline vf half_powers(const uint8_t* from) {
 // From so many rows on, it is faster to unpack blocks once for all rows than to unpack codes for every four rows.
 constexpr int min_rows_to_unpack(int bits) {
 #if defined(WITH_DOTS)
-    return bits == 5 ? 12 : 24;
+    return bits == 5 ? 12 : 48;
 #else
     return INT32_MAX;  // never: here, products with unpacked blocks take longer
 #endif
@@ -256,9 +254,9 @@ static inline void packed_tile_of(
 // The number of slices of a tile with few or many rows, so that sums and codes fit the registers. Unpacking codes takes
 // registers, too: those of 5 bits are unpacked for 32 inputs at once.
 #if defined(WITH_DOTS)
-constexpr int slices_of(int, int type, bool few) { return few || type == UNPACKED ? 4 : 2; }
+constexpr int slices_of(int, bool few) { return few ? 4 : 2; }
 #else
-constexpr int slices_of(int kind, int, bool few) { return few || bits_of(kind) != 5 ? 2 : 1; }
+constexpr int slices_of(int kind, bool few) { return few || bits_of(kind) != 5 ? 2 : 1; }
 #endif
 
 // The products of m rows and blocks first … last - 1, tile by tile.
@@ -282,9 +280,9 @@ static void packed_tiles(
             }
         };
         if (rows <= TILE_ROWS / 2) {
-            tiles(std::integral_constant<int, slices_of(KIND, TYPE, true)>(), std::integral_constant<int, TILE_ROWS / 2>());
+            tiles(std::integral_constant<int, slices_of(KIND, true)>(), std::integral_constant<int, TILE_ROWS / 2>());
         } else {
-            tiles(std::integral_constant<int, slices_of(KIND, TYPE, false)>(), std::integral_constant<int, TILE_ROWS>());
+            tiles(std::integral_constant<int, slices_of(KIND, false)>(), std::integral_constant<int, TILE_ROWS>());
         }
         tiles(std::integral_constant<int, 1>(), std::integral_constant<int, TILE_ROWS>());
     }

@@ -4,6 +4,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <utility>
 #if defined(__AVX2__) || defined(__AVX512F__)
 #include <immintrin.h>
 #elif defined(__aarch64__)
@@ -175,15 +176,6 @@ template <class T> static inline vf as_stored(vf value) {
 }
 template <class T> static inline float as_stored(float value) { return to_float(rounded<T>(value)); }
 
-// The sum of the lanes, always in the same order: the upper half is added to the lower one until one lane is left.
-static inline float sum(vf v) {
-    float lanes[LANES];
-    memcpy(lanes, &v, sizeof v);
-    for (int n = LANES / 2; n; n /= 2)
-        for (int i = 0; i < n; i++) lanes[i] += lanes[i + n];
-    return lanes[0];
-}
-
 // The larger of each pair of lanes; b if either is NaN.
 static inline vf larger(vf a, vf b) {
 #if defined(WITH_AVX512)
@@ -195,6 +187,27 @@ static inline vf larger(vf a, vf b) {
     return (vf)((more & (vi)a) | (~more & (vi)b));
 #endif
 }
+
+// The lanes of a and b with these numbers; those of b follow those of a. gcc before version 12 has no __builtin_shufflevector.
+template <int... LANE, class V> static inline V shuffled(V a, V b) {
+#if defined(__clang__)
+    return __builtin_shufflevector(a, b, LANE...);
+#else
+    return __builtin_shuffle(a, b, vi{LANE...});
+#endif
+}
+// Combine the lanes, always in the same order: the upper half with the lower one, until one lane is left.
+template <int N, class V, int... LANE> static inline V rotated(V v, std::integer_sequence<int, LANE...>) {
+    return shuffled<(LANE + N) % LANES...>(v, v);
+}
+template <int N = LANES / 2, class V, class F> static inline auto folded(V v, F combine) {
+    if constexpr (N == 0) return v[0];
+    else return folded<N / 2>(combine(v, rotated<N>(v, std::make_integer_sequence<int, LANES>())), combine);
+}
+static inline float sum(vf v) { return folded(v, [](vf a, vf b) { return a + b; }); }
+static inline int32_t sum(vi v) { return folded(v, [](vi a, vi b) { return a + b; }); }
+static inline float largest(vf v) { return folded(v, [](vf a, vf b) { return larger(a, b); }); }
+static inline bool any(vi mask) { return folded(mask, [](vi a, vi b) { return a | b; }) != 0; }
 
 // e^x, accurate to about 2 units in the last place; 0 below -87, infinity above 88.7, NaN for NaN.
 static inline vf exp(vf x) {
