@@ -195,7 +195,7 @@ def test_drafts_are_not_tried_again_at_a_similar_load_after_a_loss() -> None:
 
 @pytest.mark.parametrize(
     ("draft_s", "check_s", "by_time", "fewest", "most"),
-    [(0.02, 0.0, True, 1, 26), (0.0, 0.03, True, 24, 60), (0.02, 0.0, False, 30, 60)],
+    [(0.02, 0.0, True, 1, 26), (0.0, 0.06, True, 24, 60), (0.02, 0.0, False, 30, 60)],
 )
 def test_engine_stops_drafting_when_passes_take_too_long(
     monkeypatch: pytest.MonkeyPatch, draft_s: float, check_s: float, by_time: bool, fewest: int, most: int
