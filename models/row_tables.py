@@ -121,10 +121,7 @@ class _Rows:
             return [(int(starts[row]), int(self.positions[row] + 1 - starts[row]), []) for row in self.chosen]
         visible = self.rows.visible.numpy()
         older = max(0, self.first + len(self.positions) - visible.shape[1])
-        n_read = older if self.rows.n_read is None else min(older, self.rows.n_read)
-        runs = np.full(len(visible), n_read)
-        if n_read == older:  # No gap before the newest slots: visible ones extend the run.
-            runs += np.logical_and.accumulate(visible, axis=1).sum(axis=1)
+        runs = older + np.logical_and.accumulate(visible, axis=1).sum(axis=1)
         views: list[Seen] = []
         for row in self.chosen:
             slots = older + np.flatnonzero(visible[row])

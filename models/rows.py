@@ -58,10 +58,9 @@ class Rows:
     """The rows of one pass: a chain, or a tree if `visible` is given.
 
     token_ids: sequence, or int64 (n,). Row i uses slot `first_slot` + i.
-    visible: bool (n, newest), which of the newest slots each row sees. None: the rows are a chain, so that row i is at
-        position `first_slot` + i and sees every slot up to its own.
+    visible: bool (n, newest), which of the newest slots each row sees; all rows see the older ones. None: the rows are
+        a chain, so that row i is at position `first_slot` + i and sees every slot up to its own.
     positions: of the rows of a tree.
-    n_read: of the slots before the newest, all rows see the first n_read (None: all).
     variants: layer sets; the rows are split into as many consecutive parts of equal size. Empty: the full model.
     is_text: the rows are a chain of committed text, and recurrent states move behind it.
     """
@@ -71,7 +70,6 @@ class Rows:
     positions: Sequence[int] | None = None
     visible: Tensor | None = None
     variants: tuple[LayerSet, ...] = ()
-    n_read: int | None = None
     is_text: bool = False
 
     def seen(self, device: torch.device | None = None) -> Tensor | None:
@@ -83,10 +81,14 @@ class Rows:
         visible = self.visible if device is None else uploaded(self.visible, device, torch.bool)
         if older <= 0:
             return visible
-        before = torch.ones((n, older), dtype=torch.bool, device=device)
-        if self.n_read is not None:
-            before[:, self.n_read :] = False
-        return torch.cat((before, visible), dim=1)
+        return torch.cat((torch.ones((n, older), dtype=torch.bool, device=device), visible), dim=1)
+
+    def see_all(self, n_slots: int) -> bool:
+        """Return whether all rows see the first `n_slots` slots, which lie before theirs."""
+        if self.visible is None:
+            return True
+        older = self.first_slot + len(self.visible) - self.visible.shape[1]
+        return bool(self.visible[:, : max(0, n_slots - older)].all())
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -234,8 +236,9 @@ def plans_of(runtime: PassRunner, passes: Sequence[Pass]) -> list[PassPlan]:
     for pass_ in passes:
         first = plans[-1].first + plans[-1].n if plans else 0
         if pass_.buffer.states is not None:
-            n_kept = len(pass_.rows.token_ids) if pass_.rows.n_read is None else 0
-            pass_.buffer.states.check(pass_.rows.first_slot, n_kept, pass_.rows.is_text)
+            states, n_rows = pass_.buffer.states, len(pass_.rows.token_ids)
+            n_kept = n_rows if pass_.rows.see_all(states.committed) else 0
+            states.check(pass_.rows.first_slot, n_kept, pass_.rows.is_text)
         plans.append(PassPlan(runtime, pass_.rows, pass_.buffer, first))
     return plans
 

@@ -23,6 +23,7 @@ from ..models.restacked import nearest
 from .challengers import FINALISTS, ChallengerTest, Finals, Incumbent, WindowStart, trim
 from .drafting import MAX_WINDOWS, MIN_WINDOWS, drafting_with, search_drafting, starting_set
 from .evaluation import (
+    DRAFT_BLOCK,
     MIN_CANDIDATES_REOPENED,
     WindowScore,
     affordable_candidates,
@@ -81,8 +82,7 @@ class Search:
         self._max_candidates = settings.max_steps  # Maximum candidates scored in one search.
         self._is_budgeted = n_tokens is not None and strategy_info(settings.strategy).chooses_size
         if n_tokens is not None and self._is_budgeted:
-            n_affordable = affordable_candidates(profile, start, window, n_tokens)
-            self._max_candidates = min(self._max_candidates, n_affordable)
+            self._max_candidates = min(self._max_candidates, affordable_candidates(profile, start, window, n_tokens))
         self._challengers = ChallengerTest(Incumbent(start))
         self._candidate_rows = 0  # Rows that scored candidates.
         self._n_rounds = 0  # Rounds of all requests so far.
@@ -197,7 +197,8 @@ class Search:
             self._challengers.looked = window_start
             proposals = self._choose_sets(context, window_start, batch)
             layer_sets = [proposal.layer_set for proposal in proposals]
-            scores = yield from score_window(context, layer_sets, window, window_start.position)
+            block = window if self.settings.objective == "matchness" else DRAFT_BLOCK
+            scores = yield from score_window(context, layer_sets, window, window_start.position, block)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise

@@ -28,8 +28,7 @@ FIXED_DRAFTS = SwiftSettings(early_stop=False, max_draft_length=3, dynamic_verif
 def test_value_of_drafts_with_fewer_experts_is_as_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
     """The value is in units of cost, so nothing is timed.
 
-    How well a single expert drafts depends on the processor that trained the model. Windows underestimate poor drafts,
-    which is of no consequence where these do not pay.
+    How well a single expert drafts depends on the processor that trained the model.
     """
     monkeypatch.delenv("SWIFTOPT_CACHE_DIR", raising=False)
     runtime = load(str(trained()), dtype="auto", device="cpu")
@@ -38,12 +37,8 @@ def test_value_of_drafts_with_fewer_experts_is_as_predicted(monkeypatch: pytest.
     for number in (2, 1):
         draft = LayerSet(runtime.n_layers, experts=(("mlp", number),))
         value = value_of(session, prompts, draft, unit_costs(runtime), FIXED_DRAFTS)
-        if number == 2:
-            assert value.acceptance is not None and value.acceptance > 0.5 and value.observed > 1
-        if value.observed > 1:
-            assert 0.95 < value.ratio < 1.05
-        else:
-            assert value.predicted < 1.05
+        assert value.acceptance is not None and value.acceptance > (0.5 if number == 2 else 0.3)
+        assert 0.95 < value.ratio < 1.05
 
 
 def test_trained_mixture_is_tuned_stored_and_served_with_plain_decodings_tokens(

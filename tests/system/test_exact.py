@@ -417,13 +417,18 @@ def test_pass_that_does_not_fit_its_buffer_is_refused_before_it_writes() -> None
     assert not any(part.any() for part in (*buffer.keys, *buffer.values))
 
 
-def test_slots_before_a_mask_are_all_visible_or_only_the_first_ones() -> None:
+def test_slots_before_a_mask_are_all_visible() -> None:
     own = torch.eye(2, dtype=torch.bool)
-    assert Rows([3], 4).seen() is None
-    whole, some = Rows([3, 4], 3, [3, 3], own).seen(), Rows([3, 4], 3, [1, 1], own, n_read=1).seen()
-    assert whole is not None and some is not None
-    assert whole.int().tolist() == [[1, 1, 1, 1, 0], [1, 1, 1, 0, 1]]
-    assert some.int().tolist() == [[1, 0, 0, 1, 0], [1, 0, 0, 0, 1]]
+    whole = Rows([3, 4], 3, [3, 3], own)
+    some = Rows([3, 4], 3, [1, 2], torch.cat((torch.tensor([[0, 0], [1, 0]], dtype=torch.bool), own), dim=1))
+    for rows, seen, n_text in (
+        (Rows([3], 4), None, 4),
+        (whole, [[1, 1, 1, 1, 0], [1, 1, 1, 0, 1]], 3),
+        (some, [[1, 0, 0, 1, 0], [1, 1, 0, 0, 1]], 1),
+    ):
+        mask = rows.seen()
+        assert (mask if mask is None else mask.int().tolist()) == seen
+        assert [n for n in range(rows.first_slot + 1) if rows.see_all(n)] == [*range(n_text + 1)]
 
 
 # -- decoding ----------------------------------------------------------------------------------------------------------

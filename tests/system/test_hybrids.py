@@ -138,7 +138,7 @@ def test_next_turn_of_a_chat_reads_only_new_tokens(variant: str, monkeypatch: py
 
 @each_variant
 def test_candidate_without_skipping_predicts_every_token_of_a_window(variant: str) -> None:
-    """Candidates start before the end of the text, several in one pass."""
+    """Candidates start before the end of the text, several in one pass. Blocks are scored as windows of their own."""
     work = request(variant, words(3, 11), PLAIN, 16, scratch_rows=24)
 
     def scored() -> Work[list[float]]:
@@ -147,8 +147,13 @@ def test_candidate_without_skipping_predicts_every_token_of_a_window(variant: st
         answer: Any = None
         while True:
             if isinstance(event, Round) and len(event.context.generated) == 14:
-                scores = yield from score_window(event.context, [MOST, LayerSet(4)], 12)
+                scores = yield from score_window(event.context, [MOST, LayerSet(4)], 12, block=5)
                 found.append(scores[1].matchness)
+                ranks, start = list[int](), len(event.context.token_ids) - 12
+                for first, length in ((0, 5), (5, 5), (10, 2)):
+                    (score,) = yield from score_window(event.context, [MOST], length, start + first, length)
+                    ranks += score.ranks
+                assert scores[0].ranks == tuple(ranks)
             try:
                 answer = (yield event) if not isinstance(event, Round) else None
                 event = work.send(answer)

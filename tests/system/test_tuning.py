@@ -86,7 +86,7 @@ def test_same_seed_and_profile_give_the_same_trials() -> None:
 
 
 def test_adopted_set_beats_the_start_on_the_windows_both_saw() -> None:
-    (result,), events = tune(stream(8), max_steps=120, target_matchness=1.0)
+    (result,), events = tune(stream(8), max_steps=120, target_matchness=1.0, seed=1)
     adopted = [event for event in events if isinstance(event, Adopted)]
     assert adopted and adopted[-1].layer_set == result.record.layer_set
     assert [trial.step for trial in result.trials if trial.adopted] == [event.step for event in adopted]

@@ -161,7 +161,7 @@ def test_attention_of_several_sequences_equals_torchs(
         Rows([0] * 5, 295),
         Rows([0] * 4, 30, [30, 31, 31, 32], TREE),
         Rows([0] * 2, 302, [301, 302], torch.cat((torch.ones(2, 2, dtype=torch.bool), TREE[2:]), dim=1)),
-        Rows([0] * 2, 60, [50, 50], torch.eye(2, dtype=torch.bool), n_read=50),
+        Rows([0] * 2, 60, [50, 53], torch.cat((torch.arange(10) < torch.tensor([[0], [3]]), TREE[[0, 2], :2]), dim=1)),
         Rows([0], 0),
     ]
     buffers = [filled(shape, rows.first_slot + 9, 10 * i, dtype) for i, rows in enumerate(sequences)]
