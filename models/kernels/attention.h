@@ -10,82 +10,13 @@
 #pragma once
 #include "dense.h"
 #include "view.h"
-
-// How values of type T are packed into words of 32 bits, and products of words.
-template <class T> struct Word {  // one value each
-    static constexpr int PER = 1;
-    static constexpr int UNIT = PER;  // places that one product adds up
-    static vf get(const T* x, int word, int n) { return part_of(x, word, n); }
-    // Lay out a row of n values as columns for `mix`, padded to whole lanes.
-    static void lay_out(const T* x, const T*, int n, float* to) {
-        for (int i = 0; i < n; i += LANES) store(to + i, part_of(x, i, n));
-    }
-    // The channel that `lay_out` stores in a column.
-    static constexpr int channel(int column) { return column; }
-    static void store_words(float* words, int64_t at, vf value) { store(words + at, value); }
-    static vf add(vf acc, vf a, vf b) { return fma(a, b, acc); }
-    // Divide columns by a number, and store them as a row of n values.
-    static void divide(const float* x, float by, int n, T* to) {
-        for (int i = 0; i < n; i += LANES) {
-            T part[LANES];
-            store(part, load(x + i) / by);
-            memcpy(to + i, part, std::min(LANES, n - i) * sizeof(T));
-        }
-    }
-};
-
-#if defined(WITH_AVX512) && defined(__AVX512BF16__)
-template <> struct Word<bf16> {  // two values each
-    static constexpr int PER = 2;
-#if defined(WITH_TILES)
-    static constexpr int UNIT = TILE_INPUTS;
-#else
-    static constexpr int UNIT = PER;
-#endif
-    // A vector of words, from index `word` on, of a row of n values; zeros after the last.
-    static vf get(const bf16* x, int word, int n) {
-        const int left = n - 2 * word;
-        return (vf)(left >= 32 ? _mm512_loadu_si512(x + 2 * word) : _mm512_maskz_loadu_epi16((1ull << left) - 1, x + 2 * word));
-    }
-    // Interleave two rows of n values; `divide` undoes the order of the columns.
-    static void lay_out(const bf16* x, const bf16* y, int n, float* to) {
-        for (int i = 0; i < n; i += 32) {
-            const __m512i a = (__m512i)get(x, i / 2, n), b = (__m512i)get(y, i / 2, n);
-            store(to + i, (vf)_mm512_unpacklo_epi16(a, b));
-            store(to + i + 16, (vf)_mm512_unpackhi_epi16(a, b));
-        }
-    }
-    static constexpr int channel(int column) {
-        const int lane = column % 16;
-        return column / 32 * 32 + lane / 4 * 8 + column % 32 / 16 * 4 + lane % 4;
-    }
-    // Store values from index `at` on, in place of floats that have been read already.
-    static void store_words(float* words, int64_t at, vf value) {
-        const __m256bh rounded = _mm512_cvtneps_pbh((__m512)value);
-        memcpy((bf16*)words + at, &rounded, sizeof rounded);
-    }
-    static vf add(vf acc, vf a, vf b) { return (vf)_mm512_dpbf16_ps((__m512)acc, (__m512bh)a, (__m512bh)b); }
-    static void divide(const float* x, float by, int n, bf16* to) {
-        for (int i = 0; i < n; i += 32) {
-            const vu low = (vu)as_stored<bf16>(load(x + i) / by), high = (vu)as_stored<bf16>(load(x + i + 16) / by);
-            const __m512i row = _mm512_packus_epi32((__m512i)(low >> 16), (__m512i)(high >> 16));
-            _mm512_mask_storeu_epi16(to + i, uint32_t(n - i >= 32 ? ~0u : (1u << (n - i)) - 1), row);
-        }
-    }
-};
-#endif
+#include "words.h"
 
 constexpr int PLACES = 512;  // places of a block
 constexpr int MAX_HEADS = 128;  // heads, of all rows together, that are computed in one call
 constexpr int SCORE_STRIDE = PLACES + 48;  // floats from one head's scores to the next: products are written in whole tiles
 constexpr int MAX_HEAD_WIDTH = 1024;
 constexpr int SLOT_BATCH = 64;  // slots whose keys or values are laid out at a time
-constexpr int SLOT_PREFETCH_BYTES = 6144;  // distance in bytes from keys or values in use to those that are prefetched
-#if defined(WITH_AVX512)
-constexpr int SUM_ROWS = 6, SUM_VECTORS = 4;  // heads and vectors of columns whose sums fit the registers
-#else
-constexpr int SUM_ROWS = 3, SUM_VECTORS = 2;
-#endif
 
 static inline int64_t whole_lanes(int64_t n) { return (n + LANES - 1) / LANES * LANES; }
 static inline int64_t columns_of(int64_t width) { return (width + 2 * LANES - 1) / (2 * LANES) * (2 * LANES); }
@@ -93,49 +24,6 @@ static inline int64_t columns_of(int64_t width) { return (width + 2 * LANES - 1)
 // The most floats of scratch memory that `attend` needs.
 static inline int64_t scratch_of(int64_t width) {
     return (MAX_HEADS + LANES) * SCORE_STRIDE + (4 * MAX_HEADS + PLACES / 2) * columns_of(width);
-}
-
-// C[h][column] += sum over k of a[h][k] * b[k][column], for H rows and D vectors of columns. `fresh`: C is overwritten.
-template <class T, int H, int D>
-static inline void sums_tile(
-    const float* a, int64_t lda, const float* b, int64_t ldb, int64_t n_k, float* c, int64_t ldc, bool fresh) {
-    vf acc[H][D] = {};
-    if (!fresh)
-        for (int h = 0; h < H; h++)
-            for (int d = 0; d < D; d++) acc[h][d] = load(c + h * ldc + d * LANES);
-    for (int64_t k = 0; k < n_k; k++, b += ldb) {
-        vf bs[D];
-        for (int d = 0; d < D; d++) bs[d] = load(b + d * LANES);
-        for (int h = 0; h < H; h++) {
-            int32_t word;
-            memcpy(&word, a + h * lda + k, sizeof word);
-            const vf as = (vf)(vi{} + word);
-            for (int d = 0; d < D; d++) acc[h][d] = Word<T>::add(acc[h][d], as, bs[d]);
-        }
-    }
-    for (int h = 0; h < H; h++)
-        for (int d = 0; d < D; d++) store(c + h * ldc + d * LANES, acc[h][d]);
-}
-
-// The same for m rows, at most SUM_ROWS.
-template <class T, int D, int H = SUM_ROWS>
-static inline void sums_tile_of(
-    int m, const float* a, int64_t lda, const float* b, int64_t ldb, int64_t n_k, float* c, int64_t ldc, bool fresh) {
-    if (m == H) sums_tile<T, H, D>(a, lda, b, ldb, n_k, c, ldc, fresh);
-    else if constexpr (H > 1) sums_tile_of<T, D, H - 1>(m, a, lda, b, ldb, n_k, c, ldc, fresh);
-}
-
-// The same for m rows and n columns, whole lanes.
-template <class T>
-static void add_sums(
-    int m, const float* a, int64_t lda, const float* b, int64_t ldb, int64_t n_k, int64_t n, float* c, int64_t ldc, bool fresh) {
-    for (int h = 0; h < m; h += SUM_ROWS, a += SUM_ROWS * lda, c += SUM_ROWS * ldc) {
-        const int n_rows = std::min(SUM_ROWS, m - h);
-        int64_t at = 0;
-        for (; at + SUM_VECTORS * LANES <= n; at += SUM_VECTORS * LANES)
-            sums_tile_of<T, SUM_VECTORS>(n_rows, a, lda, b + at, ldb, n_k, c + at, ldc, fresh);
-        for (; at < n; at += LANES) sums_tile_of<T, 1>(n_rows, a, lda, b + at, ldb, n_k, c + at, ldc, fresh);
-    }
 }
 
 // One exchange of a transposition: take the lanes of a and b for a corner of the square.
@@ -173,13 +61,11 @@ struct Slots {
         skip_finished_runs();
         return int32_t(run->start + at++);
     }
+    // The row of the next slot, null: this run has no more.
+    template <class T> const void* ahead(const T* rows, int width) const {
+        return at < run->length ? rows + (run->start + at) * width : nullptr;
+    }
 };
-
-// Prefetch the row SLOT_PREFETCH_BYTES after `row`. A larger distance would evict rows from the first-level cache before they
-// are read.
-template <class T> static inline void prefetch_slot(const T* row, int width) {
-    for (int i = 0; i < width; i += 64 / int(sizeof(T))) __builtin_prefetch(row + SLOT_PREFETCH_BYTES / sizeof(T) + i, 0, 3);
-}
 
 // Queries of m heads in the layout of `scores_of`; a transposed copy is written to `to` if tiles need one.
 template <class T> static const float* tiled_queries(int, const float* query, int, float*) { return query; }
@@ -192,10 +78,8 @@ static void scores_of(int m, const float* query, Slots slots, int n, const T* ke
         const int n_slots = std::min(SLOT_BATCH, n - from);
         for (int s = 0; s < n_slots; s += LANES) {
             const T* rows[LANES];  // the last slot fills up the vector: its further scores are overwritten or never read
-            for (int i = 0; i < LANES; i++) {
+            for (int i = 0; i < LANES; i++)
                 rows[i] = s + i < n_slots ? keys + int64_t(slots.next()) * width : rows[i - 1];
-                prefetch_slot(rows[i], width);
-            }
             for (int w = 0; w < n_words; w += LANES) {
                 vf square[LANES];
 #pragma GCC unroll 16
@@ -205,27 +89,41 @@ static void scores_of(int m, const float* query, Slots slots, int n, const T* ke
                 for (int i = 0; i < LANES; i++) store(block + (w + i) * SLOT_BATCH + s, square[i]);
             }
         }
-        const int64_t n_columns = whole_lanes(n_slots);
-        add_sums<T>(m, query, columns_of(width), block, SLOT_BATCH, n_words, n_columns, scores + from, SCORE_STRIDE, true);
+        const LaidOut laid_out{block, SLOT_BATCH, slots.ahead(keys, width)};
+        add_sums<T>(m, query, columns_of(width), laid_out, n_words, int(whole_lanes(n_slots)), scores + from, SCORE_STRIDE, true);
     }
 }
 
-// Lay out the values of places [from, to) for `mix`. The slots are at places [first, last); other places have zeros.
-template <class T>
-static void lay_out_values(Slots& slots, int first, int last, int from, int to, const T* values, int width, float* block) {
-    constexpr int PER = Word<T>::PER;
-    static const T none[MAX_HEAD_WIDTH] = {};
-    auto next = [&](int place) {
-        if (place < first || place >= last) return none;
-        const T* row = values + int64_t(slots.next()) * width;
-        prefetch_slot(row, width);
-        return row;
-    };
-    for (int place = from; place < to; place += PER, block += columns_of(width)) {
-        const T* x = next(place);
-        Word<T>::lay_out(x, PER > 1 ? next(place + 1) : nullptr, width, block);
+// The values of at most SLOT_BATCH places, by their slots' rows. They are read where they are stored, for few heads, or laid out
+// once for all heads.
+template <class T> struct ValueRows {
+    const T* rows[SLOT_BATCH];
+    int width;
+    const void* ahead;
+    // Take the rows of places [from, to). The next slots are at places [first, last); other places have zeros.
+    void take(Slots& slots, int first, int last, int from, int to, const T* values) {
+        static const T none[MAX_HEAD_WIDTH] = {};
+        std::fill(rows, rows + SLOT_BATCH, none);
+        for (int place = std::max(from, first); place < std::min(to, last); place++)
+            rows[place - from] = values + int64_t(slots.next()) * width;
+        ahead = slots.ahead(values, width);
     }
-}
+    template <int D> void get(int64_t k, int at, vf* to) const {
+        constexpr int PER = Word<T>::PER;
+        prefetch_part<D>(ahead, k * columns_of(width) + at);
+        Word<T>::template columns<D>(rows[PER * k], rows[PER * k + PER - 1], at, width, to);
+    }
+    // Lay out n places as vectors of columns.
+    void lay_out(int n, float* block) const {
+        const int wide = int(columns_of(width));
+        for (int k = 0; k * Word<T>::PER < n; k++, block += wide)
+            for (int at = 0; at < wide; at += 2 * LANES) {
+                vf part[2];
+                get<2>(k, at, part);
+                store(block + at, part[0]), store(block + at + LANES, part[1]);
+            }
+    }
+};
 
 // Add probabilities of n places, as words, times their values to `out` (m, columns_of(width)). The first slot is at place
 // `first`; before it probabilities are 0.
@@ -233,10 +131,16 @@ template <class T>
 static void mix(int m, const float* probs, Slots slots, int first, int n, const T* values, int width, float* block, float* out) {
     constexpr int PER = Word<T>::PER;
     const int64_t wide = columns_of(width);
+    ValueRows<T> batch{{}, width, nullptr};
     for (int from = 0; from < n; from += SLOT_BATCH) {
-        const int to = std::min(from + SLOT_BATCH, n);
-        lay_out_values(slots, first, n, from, to, values, width, block);
-        add_sums<T>(m, probs + from / PER, SCORE_STRIDE, block, wide, (to - from + PER - 1) / PER, wide, out, wide, false);
+        const int to = std::min(from + SLOT_BATCH, n), n_words = (to - from + PER - 1) / PER;
+        batch.take(slots, first, n, from, to, values);
+        const float* a = probs + from / PER;
+        if (m <= SUM_ROWS) add_sums<T, 2>(m, a, SCORE_STRIDE, batch, n_words, int(wide), out, wide, false);
+        else {
+            batch.lay_out(to - from, block);
+            add_sums<T>(m, a, SCORE_STRIDE, LaidOut{block, wide, nullptr}, n_words, int(wide), out, wide, false);
+        }
     }
 }
 
@@ -287,7 +191,12 @@ template <>
 void mix<bf16>(
     int m, const float* probs, Slots slots, int first, int n, const bf16* values, int width, float* block, float* out) {
     const int64_t wide = columns_of(width), whole = whole_tiles(n);
-    lay_out_values(slots, first, n, 0, int(whole), values, width, block);
+    ValueRows<bf16> batch{{}, width, nullptr};
+    for (int from = 0; from < whole; from += SLOT_BATCH) {
+        const int to = std::min(from + SLOT_BATCH, int(whole));
+        batch.take(slots, first, n, from, to, values);
+        batch.lay_out(to - from, block + from / 2 * wide);
+    }
     for (int h = 0; h < m; h += 2 * SIDE)
         for (int64_t d = 0; d < wide; d += 2 * SIDE) {
             const float* head = probs + h * SCORE_STRIDE;

@@ -14,7 +14,7 @@ constexpr int PIECE = 128;
 constexpr int PIECES = PLACES / PIECE;  // of a unit
 constexpr int CHANNELS = 32;            // channels that are coded together; a head's width must be a multiple of them
 constexpr int MIDDLE = 8;               // code of the middle
-constexpr int CODED_PREFETCH_BYTES = 12288;  // distance in bytes from codes in use to those that are prefetched
+constexpr int CODED_PREFETCH_BYTES = 24576;  // distance in bytes from codes in use to those that are prefetched
 
 #if defined(WITH_DOTS)
 constexpr int CODED_HEADS = 6, CODED_SLICES = 2;  // heads and slices whose sums fit the registers
@@ -116,7 +116,7 @@ static inline __attribute__((always_inline)) void coded_tile(
     for (int at = 0; at < n_inputs; at += U::INPUTS)
         for (int s = 0; s < S; s += T) {
             const uint8_t* line = piece.line(n_inputs, (slice + s) / VECTORS, at / 8) + (slice + s) % VECTORS * LANES * 4;
-            __builtin_prefetch(line + CODED_PREFETCH_BYTES, 0, 3);
+            __builtin_prefetch(line + CODED_PREFETCH_BYTES, 0, 2);
             const auto units = units_of<U>(line, std::make_integer_sequence<int, T>());
             for (int r = 0; r < H; r++) add_products(units.of, rows + int64_t(h + r) * n_inputs + at, sums[r][s / T]);
         }
