@@ -58,7 +58,7 @@ class Finalist:
 
     layer_set: LayerSet
     entry: float  # Its score on the window where it entered.
-    place: WindowStart  # Window on which it was scored last.
+    latest: WindowStart = field(metadata={"alias": "place"})  # Window on which it was scored last.
     leads: tuple[float, ...] = ()  # Its score minus that of the set in use, for each later window.
 
     @property
@@ -91,14 +91,14 @@ class Finals:
         """Return the finalists to score, together with the set in use, on the window at `window_start`."""
         if self.latest is not None and not window_start.is_new_after(self.latest, window):
             return []
-        return [finalist.layer_set for finalist in self.finalists if window_start.is_new_after(finalist.place, window)]
+        return [finalist.layer_set for finalist in self.finalists if window_start.is_new_after(finalist.latest, window)]
 
     def settle(self, window_start: WindowStart, leads: Mapping[LayerSet, float]) -> Finalist | None:
         """Add the finalists' leads on a window and drop the worse half of them; return the winner, if there is one."""
         scored = [finalist for finalist in self.finalists if finalist.layer_set in leads]
         waiting = [finalist for finalist in self.finalists if finalist.layer_set not in leads]
         updated = [
-            replace(finalist, place=window_start, leads=(*finalist.leads, leads[finalist.layer_set]))
+            replace(finalist, latest=window_start, leads=(*finalist.leads, leads[finalist.layer_set]))
             for finalist in scored
         ]
         leaders = sorted(
@@ -118,13 +118,14 @@ class ChallengerTest(Record):
     incumbent: Incumbent
     finals: Finals = field(default_factory=Finals)
     first: list[LayerSet] = field(default_factory=list)  # Known sets to score before new proposals.
-    looked: WindowStart | None = None  # Window of the latest scoring pass.
+    # Window of the latest scoring pass.
+    latest_window: WindowStart | None = field(default=None, metadata={"alias": "looked"})
     opened_at: int = 0  # Number of trials when the search was opened.
     n_at_gain: int = 0  # Number of trials when the set in use was adopted, or first scored.
 
     def is_new_window(self, window_start: WindowStart, window: int) -> bool:
         """Tell whether at least half of the window is text that the latest pass did not score."""
-        return self.looked is None or window_start.is_new_after(self.looked, window)
+        return self.latest_window is None or window_start.is_new_after(self.latest_window, window)
 
     def adopt_highest(self, trials: Sequence[Trial]) -> Trial | None:
         """Adopt the set with the highest score so far (SWIFT 4.1); return its trial if the set is new."""

@@ -194,7 +194,7 @@ class Search:
         started, incumbent, window = perf_counter(), self._challengers.incumbent, self.settings.context_window
         self._is_scoring = True
         try:
-            self._challengers.looked = window_start
+            self._challengers.latest_window = window_start
             proposals = self._choose_sets(context, window_start, batch)
             layer_sets = [proposal.layer_set for proposal in proposals]
             block = window if self.settings.objective == "matchness" else DRAFT_BLOCK

@@ -115,13 +115,13 @@ class ShiftWatch(Record):
     n_learn: int = field(default=N_LEARN, metadata=NOT_WRITTEN)
     chart: AcceptanceChart = field(default_factory=AcceptanceChart)  # Completions since the search ended.
     # Sets used before earlier shifts of this stream, each with the mean hidden state of its prompts.
-    left: list[tuple[LayerSet, PackedState]] = field(default_factory=list)
+    former_sets: list[tuple[LayerSet, PackedState]] = field(default_factory=list, metadata={"alias": "left"})
     latest: PackedState = ()  # State of the latest prompt.
     settled: bool = False  # Whether the search had ended when that prompt was read.
     # Cosines of the prompts' states to the mean state of the earlier prompts.
     nearness: RunningStats = field(default_factory=RunningStats)
     n_far: int = 0  # Number of consecutive far prompts, up to the latest.
-    elsewhere: PackedState = ()  # Sum of these far prompts' states.
+    far_total: PackedState = field(default=(), metadata={"alias": "elsewhere"})  # Sum of these far prompts' states.
     total: PackedState = ()  # Sum of the other prompts' states since the latest shift.
 
     @property
@@ -154,10 +154,10 @@ class ShiftWatch(Record):
             min_near_cosine = cosines.mean - FAR_SPREADS * cosines.spread(USUAL_COSINE_SPREAD)
             if cosines.n >= N_LEARN and cosine < min_near_cosine:
                 self.n_far += 1
-                self.elsewhere = _add_states(self.elsewhere, self.latest)
+                self.far_total = _add_states(self.far_total, self.latest)
                 return
             cosines.count(cosine)
-        self.n_far, self.elsewhere = 0, ()
+        self.n_far, self.far_total = 0, ()
         self.total = _add_states(self.total, self.latest)
 
     def add(self, completion: Completion, prompt: ReadPrompt | None = None) -> str:
@@ -182,14 +182,14 @@ class ShiftWatch(Record):
 
         `layer_set`, the set in use, is remembered for the text before the shift.
         """
-        state_before, state_after = self.state, self.elsewhere or self.latest
-        known_sets = [*starmap(KnownSet, self.left), *self.known]
+        state_before, state_after = self.state, self.far_total or self.latest
+        known_sets = [*starmap(KnownSet, self.former_sets), *self.known]
         nearest_sets = nearest(known_sets, round_to_single(unit(state_after)), N_NEAREST_SETS)
         if state_before is not None:
-            other_sets = [earlier for earlier in self.left if earlier[0] != layer_set]
-            self.left = [*other_sets, (layer_set, state_before)]
+            other_sets = [earlier for earlier in self.former_sets if earlier[0] != layer_set]
+            self.former_sets = [*other_sets, (layer_set, state_before)]
         self.chart, self.nearness = AcceptanceChart(), RunningStats()
-        self.total, self.elsewhere, self.n_far, self.settled = state_after, (), 0, False
+        self.total, self.far_total, self.n_far, self.settled = state_after, (), 0, False
         return nearest_sets
 
 

@@ -105,7 +105,7 @@ def test_watch_remembers_the_set_of_the_text_that_is_over() -> None:
         reason = reason or watch.add(completion(40, 100))
     assert reason.startswith("acceptance fell from 0.90") and reason.endswith("to 0.40")
     assert watch.restart(prose) == [code]
-    assert [own for own, _ in watch.left] == [prose]
+    assert [own for own, _ in watch.former_sets] == [prose]
     again = replace(ShiftWatch.from_json(json.loads(json.dumps(watch.to_json()))), known=watch.known)
     assert again == watch and again.state == pytest.approx((0.0, 1.0))
     watch.add_prompt([4.0, 0.1], settled=True)
