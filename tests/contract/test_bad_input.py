@@ -505,6 +505,7 @@ def test_old_output_is_spared_by_a_run_that_fails_before_its_first_completion(
     assert [json.loads(line)["n_tokens"] for line in out.read_text().splitlines()] == [4]
 
 
+@pytest.mark.slow
 def test_interrupted_tuning_tells_where_its_completions_are(tiny: str, home: Path) -> None:
     args = ["tune", "--model", tiny, "--stream", "good.jsonl", "--max-new-tokens", "8", "--no-optimise"]
     process = subprocess.Popen([SCRIPT, *args], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)

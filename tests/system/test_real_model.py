@@ -88,6 +88,7 @@ def tuned(rough_costs: None, short_stream: Path, own_folders: Path) -> dict[str,
     return summary
 
 
+@pytest.mark.slow
 def test_tokens_equal_transformers_generate_in_float32(
     runtime32: Runtime, tuned: dict[str, Any], own_folders: Path
 ) -> None:
@@ -146,6 +147,7 @@ def test_tune_stores_a_set_that_best_prints(tuned: dict[str, Any]) -> None:
     assert tuned["schema"].startswith("swiftopt.tune/")
 
 
+@pytest.mark.slow
 def test_generate_reports_what_it_did(tuned: dict[str, Any]) -> None:
     common = ["generate", *RUN, "--task", "code", "--prompt", "def add(a, b):", "--max-new-tokens", "16"]
     adaptive = json.loads(swiftopt(*common, "--method", "adaptive", "--json").stdout)
@@ -159,6 +161,7 @@ def test_generate_reports_what_it_did(tuned: dict[str, Any]) -> None:
     assert obeyed["method"] == ("adaptive" if obeyed["verdict"] == "use" else "plain")
 
 
+@pytest.mark.slow
 def test_generate_takes_an_exported_set_and_a_stream(tuned: dict[str, Any], short_stream: Path, tmp_path: Path) -> None:
     file = tmp_path / "set.json"
     swiftopt("layers", "export", f"{MODEL}/code", "-o", str(file))

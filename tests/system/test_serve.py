@@ -382,6 +382,7 @@ def test_health_reports_the_steps_of_loading(server: Served) -> None:
     assert ready and "engine=loading" in before and "reading its weights" in before
 
 
+@pytest.mark.slow
 def test_requests_wait_for_a_model_that_is_being_loaded(folder: Path, tmp_path: Path) -> None:
     options = ["--model", f"tiny={folder}", "--dtype", "float32", "--rate", "0", "--threads", "1", "--no-tune"]
     asked = [*BODIES.items(), ("/tokenize", BODIES[CHAT]), ("/detokenize", {"model": "tiny", "tokens": [3]})]
@@ -1207,6 +1208,7 @@ def test_request_ends_when_its_client_disconnects(server: Served, path: str, own
     until_idle(server)
 
 
+@pytest.mark.slow
 def test_timeout_and_no_explain_of_one_server(folder: Path, tmp_path: Path) -> None:
     """Two options are tested on one server, because its start takes seconds."""
     options = ["--model", f"tiny={folder}", "--dtype", "float32", "--threads", "1", "--no-tune"]
@@ -1221,6 +1223,7 @@ def test_timeout_and_no_explain_of_one_server(folder: Path, tmp_path: Path) -> N
         assert answer.status_code == 200 and "swiftopt" not in answer.json()
 
 
+@pytest.mark.slow
 def test_stream_that_has_begun_is_decoded_to_its_end_at_sigterm(folder: Path, tmp_path: Path) -> None:
     options = ["--model", f"tiny={folder}", "--dtype", "float32", "--threads", "1", "--no-tune"]
     with serving(str(tmp_path / "a.db"), tmp_path / "log", *options) as served:
@@ -1241,6 +1244,7 @@ def test_stream_that_has_begun_is_decoded_to_its_end_at_sigterm(folder: Path, tm
         assert served.process.wait(30) == 0
 
 
+@pytest.mark.slow
 def test_completions_beyond_the_drain_time_end_with_an_error(folder: Path, tmp_path: Path) -> None:
     options = ["--model", f"tiny={folder}", "--dtype", "float32", "--threads", "1", "--no-tune", "--drain", "1"]
     with serving(str(tmp_path / "a.db"), tmp_path / "log", *options) as served, ThreadPoolExecutor(1) as threads:
@@ -1263,6 +1267,7 @@ def test_completions_beyond_the_drain_time_end_with_an_error(folder: Path, tmp_p
         assert "drain=over requests=2" in log and "Traceback" not in log
 
 
+@pytest.mark.slow
 def test_key_has_its_task_and_its_tokens(folder: Path, tmp_path: Path) -> None:
     (key, entry), (other, second), (third, last) = (new_key(name) for name in ("ci", "laptop", "phone"))
     prompts = tmp_path / "prompts.jsonl"
@@ -1321,6 +1326,7 @@ def test_server_without_models_answers_with_the_reason(tmp_path: Path) -> None:
         assert served.client.get("/health").status_code == 200
 
 
+@pytest.mark.slow
 def test_killed_engine_is_restarted_and_unanswered_requests_are_repeated(
     folder: Path, tmp_path: Path, model: swiftopt.Model
 ) -> None:

@@ -73,6 +73,7 @@ def worker(home: Path) -> Iterator[subprocess.Popen[str]]:
             process.communicate(timeout=60)
 
 
+@pytest.mark.slow
 def test_tuning_through_a_worker_gives_the_results_of_a_local_run(
     home: Path, tiny: str, worker: subprocess.Popen[str], told: Callable[..., str]
 ) -> None:

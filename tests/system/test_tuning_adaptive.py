@@ -62,6 +62,7 @@ def test_adaptive_tuning_is_lossless_and_keeps_the_formats(strategy: str) -> Non
     assert result.verdict.expected is not None  # from the drafter's own reckoning
 
 
+@pytest.mark.slow
 def test_search_that_chooses_the_size_starts_without_skipping() -> None:
     (sized,), _ = tune(strategy="knapsack")
     (fixed,), _ = tune(strategy="random")

@@ -55,6 +55,7 @@ def usage_of(served: Served, name: str, **query: str) -> dict[tuple[str, str], d
     return {(row["key"], row["model"]): row for row in response.json()["keys"]}
 
 
+@pytest.mark.slow
 def test_usage_is_the_sum_of_the_answers_and_outlives_the_engine(tmp_path: Path) -> None:
     with server_of_keys(tmp_path, "--no-tune") as served:
 

@@ -117,6 +117,7 @@ def test_log_has_state_and_reason_of_every_attempt(here: Site) -> None:
     assert 'reason="seconds of a no-op job is ' in worker.text()
 
 
+@pytest.mark.slow
 @on_each_database
 def test_child_of_a_killed_worker_ends_and_its_job_runs_elsewhere(anywhere: Site) -> None:
     anywhere.reconcile()
@@ -168,6 +169,7 @@ def test_idle_worker_ends_on_sigterm_even_without_redis(tmp_path: Path, own_valk
         assert workers[1].end() == 0, found.logs()
 
 
+@pytest.mark.slow
 @on_each_database
 def test_child_with_an_expired_lease_is_replaced_and_writes_nothing(anywhere: Site) -> None:
     anywhere.reconcile()
@@ -184,6 +186,7 @@ def test_child_with_an_expired_lease_is_replaced_and_writes_nothing(anywhere: Si
     assert anywhere.states(job) == [("queued", 1), ("running", 1), ("queued", 2), ("running", 2), ("succeeded", 2)]
 
 
+@pytest.mark.slow
 @on_each_database
 def test_job_whose_child_is_killed_runs_again_and_fails_after_three_times_without_progress(anywhere: Site) -> None:
     anywhere.reconcile()
@@ -214,6 +217,7 @@ def processes_of(worker: WorkerProcess, jobs: list[str]) -> list[str]:
     return [next(words[2] for words in reversed(lines) if f"job={job}" in words) for job in jobs]
 
 
+@pytest.mark.slow
 def test_jobs_of_one_model_share_a_child(here: Site, tmp_path: Path) -> None:
     """The next job of another model gets another child."""
     here.reconcile()
@@ -249,6 +253,7 @@ def engine(here: Site, model: Path) -> Iterator[Served]:
         yield served
 
 
+@pytest.mark.slow
 def test_jobs_of_a_served_model_run_in_its_engine(here: Site, tmp_path: Path) -> None:
     """Requests are still answered; jobs of other models go to the worker."""
     here.reconcile()
