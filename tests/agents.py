@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from api import serving
+from api import serving, until_ready
 from conformance import environment, npm_environment
 from recorder import Exchange, recording
 
@@ -282,9 +282,7 @@ def main() -> None:
         where = Path(temporary)
         options = ("--model", f"{MODEL}={args.model}", "--rate", "0", "--timeout", str(TASK_S))
         with serving(str(where / "a.db"), where / "log", *options) as served:
-            while served.client.get("/health").status_code != 200:
-                assert served.process.poll() is None, served.log.read_text()
-                time.sleep(0.2)
+            until_ready(served)
             for name in args.only.split(","):
                 outcome, exchanges = run_client(name, CLIENTS[name], served.url, where / name)
                 outcomes.append(outcome)

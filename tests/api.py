@@ -24,7 +24,7 @@ from swiftopt.server.settings import ServerSettings
 from swiftopt.store import Store
 from swiftopt.worker.queue import JobService, RedisQueue
 
-START_S = 60
+START_S = 240
 MODEL, TASK = "org/tiny", "notes"
 LOOKUP = "/v1/layer-sets/org%2Ftiny/notes"
 RECORD = LayerSetRecord(MODEL, TASK, LayerSet(6, frozenset({2}), frozenset({1, 3})), "f" * 16, verdict="use")
@@ -81,7 +81,7 @@ def until_ready(served: Served) -> None:
     """Wait until the engine takes requests."""
     until = time.monotonic() + START_S
     while served.client.get("/health").status_code != 200:
-        assert time.monotonic() < until, served.log.read_text()
+        assert served.process.poll() is None and time.monotonic() < until, served.log.read_text()
         time.sleep(0.1)
 
 

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import platformdirs
-from api import Served, serving
+from api import Served, serving, until_ready
 
 from swiftopt.models.sources import local_folder, resolve
 
@@ -263,8 +263,7 @@ def main() -> None:
         path = with_short_context(str(local_folder(resolve(args.model))), where / "model")
         options = ("--model", f"model={path}", "--rate", "0", "--dtype", "float32")
         with serving(str(where / "a.db"), where / "log", *options) as served:
-            while served.client.get("/health").status_code != 200:
-                assert served.process.poll() is None, served.log.read_text()
+            until_ready(served)
             chosen = [own for name, own in CLIENTS.items() if args.only in (None, name)]
             wrong = [line for own in chosen for line in own(served, "model", path)]
     for line in wrong:

@@ -8,9 +8,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import httpx2
 import uvicorn
 
 START_S = 30
+
+
+def until_ready(url: str, within_s: float = 300) -> None:
+    """Wait until a server takes requests for its models, which it loads after it has opened its port."""
+    until = time.monotonic() + within_s
+    while (answer := httpx2.get(f"{url}/health")).status_code != 200:
+        assert time.monotonic() < until, answer.text
+        time.sleep(0.1)
 
 
 @contextmanager

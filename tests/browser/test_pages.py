@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from api import Served, serving
+from api import Served, serving, until_ready
 from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser, Page, Request, expect, sync_playwright
 from searched import MODEL, fill, searching, trials
@@ -28,7 +28,6 @@ from swiftopt.store.served_trials import ServedSearch
 
 CHROMIUM = shutil.which("chromium")
 WIDTHS, SCHEMES = (360, 1280, 1920), ("light", "dark")
-START_S = 60
 OF_PLANS = "/plans/task?model=m&task=code"  # what `fill` stores
 COMPARED = "/plans/compare?model=m&task=code&left=1&right=2"
 NASTY = ("<img src=x onerror=alert(1)>", "a'b\"c&amp;", "\u05e9\u05dc\u05d5\u05dd", "x" * 500)  # names of tasks
@@ -49,10 +48,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     with Store.open(str(where / "a.db")) as store:
         fill(store)
     with serving(str(where / "a.db"), where / "log", *options) as served:
-        until = time.monotonic() + START_S
-        while served.client.get("/health").status_code != 200:
-            assert time.monotonic() < until, served.log.read_text()
-            time.sleep(0.1)
+        until_ready(served)
         for task in ("code", *NASTY):
             ask(served, task)
         yield served

@@ -9,7 +9,6 @@ that was not truncated satisfies the requested schema.
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, suppress
 from functools import cache
@@ -18,12 +17,11 @@ from typing import Any
 
 import httpx2
 import pytest
-from api import Served, serving
+from api import Served, serving, until_ready
 from jsonschema import Draft202012Validator
 from tiny_files import save_bytes
 
 FILES = sorted((Path(__file__).parent.parent / "cases").glob("*.json"))
-START_S = 120
 SAMPLING = {"tiny": {"temperature": 1, "seed": 0}, "smollm2-135m": {"temperature": 0}}
 CASES = {f"{file.stem} {name}": case for file in FILES for name, case in json.loads(file.read_text()).items()}
 Servers = Callable[[str], Served]
@@ -63,10 +61,7 @@ def server_of(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
             words = f"tiny={save_bytes(where / 'tiny')}" if model == "tiny" else model
             options = ["--model", words, "--rate", "0", "--threads", "1", "--no-tune"]
             served = running.enter_context(serving(str(where / "a.db"), where / "log", *options))
-            until = time.monotonic() + START_S
-            while served.client.get("/health").status_code != 200:
-                assert time.monotonic() < until, served.log.read_text()
-                time.sleep(0.1)
+            until_ready(served)
             return served
 
         yield started

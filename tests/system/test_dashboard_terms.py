@@ -9,18 +9,17 @@ import shlex
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from html import unescape
 from pathlib import Path
 
 import click
-import httpx2
 import pytest
 from api import client_of
 from fakes import READY
 from searched import MODEL, fill
+from serving import until_ready
 from starlette.testclient import TestClient
 from tiny_files import save
 
@@ -124,8 +123,7 @@ def test_command_that_a_page_names_runs(line: str, tmp_path: Path, redis_url: st
             if "--json" in words:
                 assert process.stdout is not None
                 url = json.loads(process.stdout.readline())["url"]
-                while httpx2.get(f"{url}/health").status_code != 200:
-                    time.sleep(0.2)
+                until_ready(url)
                 process.send_signal(signal.SIGTERM)
             assert process.wait(300) == 0, line
         finally:

@@ -12,7 +12,7 @@ from typing import Any
 from urllib.parse import urlencode
 
 import pytest
-from api import Served, serving, token
+from api import Served, serving, token, until_ready
 from click.testing import CliRunner
 from prometheus_client.parser import text_string_to_metric_families
 from starlette.testclient import TestClient
@@ -68,10 +68,7 @@ def server(folder: Path, database: str, tmp_path_factory: pytest.TempPathFactory
     """Start a server that has answered a stream, other requests, and a playground's request."""
     options = ["--model", f"tiny={folder}", "--dtype", "float32", "--rate", "0", "--threads", "1"]
     with serving(database, tmp_path_factory.mktemp("served") / "log", *options) as served:
-        until = time.monotonic() + START_S
-        while served.client.get("/health").status_code != 200:
-            assert time.monotonic() < until, served.log.read_text()
-            time.sleep(0.1)
+        until_ready(served)
         for task, more in [*STREAM, *OTHERS]:
             body = {
                 "model": "tiny",
@@ -85,6 +82,7 @@ def server(folder: Path, database: str, tmp_path_factory: pytest.TempPathFactory
         form = {"model": "tiny", "task": "code", "prompt": TEXT, "form": "text", "tokens": "30", "temperature": "0"}
         form |= {"token": token(served.client.get("/playground").text), "plan": "", "after": ""}
         tried = served.client.post("/playground", data=form, follow_redirects=True)
+        until = time.monotonic() + START_S
         while "Both texts are the same" not in served.client.get(tried.url).text:
             assert time.monotonic() < until, tried.text
             time.sleep(0.1)

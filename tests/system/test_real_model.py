@@ -21,7 +21,7 @@ from typing import Any
 import openai
 import pytest
 import torch
-from api import serving
+from api import serving, until_ready
 
 from swiftopt.bench.parity import adaptive_drafts, compare, margin_and_noise, random_sets
 from swiftopt.cli.main import run
@@ -231,9 +231,7 @@ def test_served_model_keeps_to_schemas_and_calls_the_tool_it_must(
     parameters = {"type": "object", "properties": {"town": {"enum": ["Rome", "Oslo"]}}, "required": ["town"]}
     closed = {**parameters, "additionalProperties": False}
     with serving(database, tmp_path / "log", *RUN, "--rate", "0", "--threads", "1") as served:
-        while served.client.get("/health").status_code != 200:
-            assert served.process.poll() is None, served.log.read_text()
-            time.sleep(0.2)
+        until_ready(served)
         client = openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0)
         asked: Any = {"model": MODEL, "temperature": 0, "max_tokens": 60}
         messages: Any = [{"role": "user", "content": "How warm is it in Rome?"}]

@@ -16,7 +16,7 @@ import httpx2
 import pytest
 from api import filled
 from api import serving as process_of
-from serving import serving
+from serving import serving, until_ready
 from tiny_files import save
 
 from swiftopt.core.requests import ServedModel
@@ -64,8 +64,9 @@ def url(exporter: Any, folder: Path, tmp_path_factory: pytest.TempPathFactory) -
             engines=Engines([model], 8),
             traces=provider,
         )
-        with serving(app) as found:
-            yield found
+        with serving(app) as url:
+            until_ready(url)
+            yield url
     provider.shutdown()
 
 

@@ -16,7 +16,7 @@ import psutil
 import pytest
 import redis
 import yaml
-from api import Served, serving
+from api import Served, serving, until_ready
 from job_table import edit
 from servers import Postgres, Valkey, flush, server_folder
 from sqlalchemy import create_engine
@@ -249,7 +249,7 @@ def engine(here: Site, model: Path) -> Iterator[Served]:
     """Start a server of the model on the site's database, without Redis."""
     options = ("--model", f"tiny={model}", "--threads", "1")
     with serving(here.database, here.folder / "server.log", *options) as served:
-        until(lambda: served.client.get("/health").status_code == 200, 60)
+        until_ready(served)
         yield served
 
 

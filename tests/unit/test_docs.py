@@ -10,7 +10,6 @@ import re
 import shlex
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
@@ -18,11 +17,10 @@ from pathlib import Path
 from typing import Any, TypeGuard, cast
 
 import click
-import httpx2
 import pytest
 import walkthrough
 from pages import CLI, EXIT_CODES, RENEW, SERVING, cli_page, deviations, manual_page, models_page, serving_page
-from serving import serving
+from serving import serving, until_ready
 from tiny_files import save
 
 import swiftopt
@@ -364,8 +362,7 @@ def server_url(tiny_folder: Path) -> Iterator[str]:
     with swiftopt.Store.open() as store:
         app = create_app(store, JobService(store, None), engines=Engines([model], most_waiting=8))
         with serving(app) as url:
-            while httpx2.get(f"{url}/health").status_code != 200:
-                time.sleep(0.1)
+            until_ready(url)
             yield url
 
 
