@@ -15,6 +15,7 @@ import click
 
 from ..core.errors import Busy
 from ..core.processes import die_with
+from ..core.settings import OMP_THREADS, THREADS, n_threads, usable_cores
 from ..models.measuring import held_by_children, measuring_turn
 from ..terminal.commands import ConfiguredGroup
 from ..terminal.output import note
@@ -27,9 +28,15 @@ HELP = ("--help", "-h")
 def turn() -> Iterator[None]:
     """Wait until no other process measures on the processors, and make others wait in turn.
 
+    A remark says if a variable leaves cores idle, which the results alone would not tell from a slow machine.
+
+
     Raises: Busy: another process still measures after `WAIT_S`.
     """
     with measuring_turn("cpu", note, WAIT_S, alone=True), held_by_children("cpu"):
+        if n_threads() < usable_cores():
+            name = THREADS if THREADS in os.environ else OMP_THREADS
+            note(f"measures on {n_threads()} of {usable_cores()} cores, because {name} is {os.environ[name]}")
         yield
 
 

@@ -35,6 +35,7 @@ STORED: Final = "stored"
 _PART = re.compile(r"(attn|mlp)(:\d+)?|head")
 
 THREADS = "SWIFTOPT_THREADS"  # Environment variable that overrides the detected number of threads.
+OMP_THREADS = "OMP_NUM_THREADS"  # The same for every program that computes with OpenMP or torch.
 # Environment variable; "together": measurements may run at the same time and are trusted unchecked.
 MEASURING = "SWIFTOPT_MEASURING"
 # CPU quota of the container's cgroup: microseconds (or "max") per period, for example "200000 100000".
@@ -286,7 +287,7 @@ def n_threads() -> int:
     """
     requested = os.environ.get(THREADS)
     if requested is None:
-        omp_threads = os.environ.get("OMP_NUM_THREADS", "")
+        omp_threads = os.environ.get(OMP_THREADS, "")
         return min(int(omp_threads) if omp_threads.isdecimal() and int(omp_threads) > 0 else usable_cores(), 255)
     if not requested.isdecimal() or not 1 <= int(requested) <= 255:
         raise SettingsError(f"{THREADS} is {requested!r}: use a number of threads from 1 to 255")

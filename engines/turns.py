@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 from ..core.errors import ContextOverflow, ModelNotFound, SwiftoptError
+from ..core.settings import OMP_THREADS
 from ..core.types import Prompt, Sampling
 from ..decoding.session import Session
 from ..models.cache import cache_root
@@ -365,7 +366,7 @@ class Turns:
 
 def engine_environ(device: str, threads: int) -> dict[str, str]:
     """Return the environment of an engine's process that computes on the device with `threads` threads."""
-    variables = {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    variables = {OMP_THREADS: str(threads), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     # swiftopt sets OMP_WAIT_POLICY for itself; other engines must not inherit it.
     inherited = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
     return inherited | variables | only_device(device, os.environ)

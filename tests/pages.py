@@ -64,6 +64,19 @@ folder, which overrides the default. An unknown key in the file is an error. The
 """
 
 
+def named_command(words: list[str]) -> tuple[click.Context, list[str]]:
+    """Return the context of the command that a line's words name, and its further words.
+
+    The root's settings are given: click keeps the help option that a command got with the first of all contexts.
+    """
+    context = click.Context(swiftopt, **swiftopt.context_settings)
+    while isinstance(context.command, click.Group) and words:
+        name, command, words = context.command.resolve_command(context, words)
+        assert command is not None, f"there is no command {name}"
+        context = click.Context(command, info_name=name, parent=context)
+    return context, words
+
+
 def commands(command: click.Command, name: str, parent: click.Context | None = None) -> Iterator[tuple[str, str]]:
     """Yield (command line, help text) of a command and of all below it, in the order in which help lists them."""
     settings = {**command.context_settings, "terminal_width": WIDTH}

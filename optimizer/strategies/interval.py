@@ -25,6 +25,7 @@ from functools import partial
 from typing import Any
 
 from ...core.errors import SettingsError
+from ...core.settings import OMP_THREADS
 from ...core.types import Trial
 from .base import Bits, Proposal, SearchProblem, Strategy, StrategyInfo
 
@@ -212,7 +213,7 @@ class SuggestionProcess:
 
     def _start(self) -> None:
         self._stop_subprocess()
-        one_thread = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+        one_thread = dict.fromkeys((OMP_THREADS, "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
         # -P: files in the caller's folder must not shadow libraries. The separate session shields the process from a
         # terminal's Ctrl-C. It exits when its standard input closes, however this process ends.
         self._subprocess = subprocess.Popen(

@@ -52,7 +52,7 @@ def one_process_per_engine() -> Iterator[None]:
         def stop() -> None:
             if process.in_flight:
                 child.kill()
-                child.wait()
+                child.communicate()  # closes its pipes, too
 
         process._stop_subprocess = stop
 

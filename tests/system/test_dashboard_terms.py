@@ -14,17 +14,16 @@ from dataclasses import replace
 from html import unescape
 from pathlib import Path
 
-import click
 import pytest
 from api import client_of
 from fakes import READY
+from pages import named_command
 from searched import MODEL, fill
 from serving import until_ready
 from starlette.testclient import TestClient
 from tiny_files import save
 
 import swiftopt
-from swiftopt.cli.main import swiftopt as program
 from swiftopt.core.errors import InvalidInput
 from swiftopt.core.requests import ServedModel
 from swiftopt.server.app import create_app
@@ -92,14 +91,8 @@ def test_command_that_a_page_names_parses(
     """As the command line's own parser has it; FILE is there."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "FILE").write_text('{"prompt": "a"}\n')
-    command: click.Command = program
-    words, context = shlex.split(line)[1:], click.Context(program)
-    while isinstance(command, click.Group):
-        found = command.get_command(context, words[0])
-        assert found is not None, f"{where}: no command {words[0]}"
-        command, words = found, words[1:]
-        context = click.Context(command, parent=context)
-    command.parse_args(context, words)
+    context, words = named_command(shlex.split(line)[1:])
+    context.command.parse_args(context, words)
 
 
 # What a command gets besides, so that it ends, or takes a port of its own.

@@ -19,8 +19,9 @@ from families import tiny_runtime
 
 from swiftopt.bench import turn
 from swiftopt.bench.commands import bench
+from swiftopt.core import settings
 from swiftopt.core.errors import Busy, SettingsError
-from swiftopt.core.settings import measures_alone
+from swiftopt.core.settings import OMP_THREADS, THREADS, measures_alone
 from swiftopt.models import costs
 from swiftopt.models.costs import _doubts_of_machine, _doubts_of_passes, measure_costs
 from swiftopt.models.kernels import build, measure
@@ -136,6 +137,30 @@ def test_every_command_of_bench_but_not_its_help_waits_for_its_turn(
         stream_options = [] if name == "agents" else ["--stream", str(stream)]
         assert run(bench, [name, "--model", "absent", *stream_options], "bench") == Busy.exit_code
         assert f"process {holder.pid} " in capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("variables", "remark"),
+    [
+        ({}, ""),
+        ({OMP_THREADS: "4"}, ""),
+        ({OMP_THREADS: "1"}, "measures on 1 of 4 cores, because OMP_NUM_THREADS is 1"),
+        ({OMP_THREADS: "1", THREADS: "4"}, ""),
+        ({OMP_THREADS: "4", THREADS: "2"}, "measures on 2 of 4 cores, because SWIFTOPT_THREADS is 2"),
+    ],
+)
+def test_benchmark_says_which_variable_leaves_cores_idle(
+    variables: dict[str, str], remark: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in (OMP_THREADS, THREADS):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(turn, "usable_cores", lambda: 4)
+    monkeypatch.setattr(settings, "usable_cores", lambda: 4)
+    with turn.turn():
+        pass
+    assert capsys.readouterr().err.strip() == remark
 
 
 def test_process_may_enter_its_turn_again() -> None:

@@ -332,7 +332,7 @@ def test_measured_costs_bring_the_layer_into_adaptive_drafts(folders: Any) -> No
     runtime, _ = loaded(folders("glm4_moe"), "bfloat16")
     costs = stored_costs(runtime, None, 64, formats=["int4"])
     assert {"int4", "mtp-int4"} <= set(costs.formats)
-    assert 0 < costs.format_cost("mtp-int4") < costs.format_cost("mtp-int4", 8)
+    assert 0 < costs.format_cost("mtp-int4") <= costs.format_cost("mtp-int4", 8)
     for on in (True, False):
         method = build("adaptive", Resources(runtime, costs=costs), AdaptiveSettings.from_json({"mtp_layer": on}))
         run(runtime, method)

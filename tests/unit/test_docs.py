@@ -14,12 +14,23 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeGuard, cast
+from typing import Any, TypeGuard
 
 import click
 import pytest
 import walkthrough
-from pages import CLI, EXIT_CODES, RENEW, SERVING, cli_page, deviations, manual_page, models_page, serving_page
+from pages import (
+    CLI,
+    EXIT_CODES,
+    RENEW,
+    SERVING,
+    cli_page,
+    deviations,
+    manual_page,
+    models_page,
+    named_command,
+    serving_page,
+)
 from serving import serving, until_ready
 from tiny_files import save
 
@@ -38,7 +49,6 @@ from swiftopt.bench.tables import (
     short_table,
     table,
 )
-from swiftopt.cli.main import swiftopt as program
 from swiftopt.core.errors import InvalidInput, SwiftoptError
 from swiftopt.core.requests import ServedModel
 from swiftopt.decoding.methods import METHODS
@@ -138,14 +148,8 @@ def command_lines() -> list[tuple[str, list[str]]]:
 
 @pytest.mark.parametrize(("where", "words"), command_lines(), ids=lambda value: str(value)[:60])
 def test_command_in_the_docs_parses(where: str, words: list[str]) -> None:
-    command: click.Command = program
-    context = click.Context(command)
-    while isinstance(command, click.Group):
-        found = command.get_command(context, words[0])
-        assert found is not None, f"{where}: no command {words[0]}"
-        command, words = found, words[1:]
-        context = click.Context(command, parent=context)
-    command.parse_args(context, words)
+    context, words = named_command(words)
+    context.command.parse_args(context, words)
 
 
 NAMED = re.compile(r"(?:`|<code>)swiftopt (?!serves )([a-z][^`<]*)(?:`|</code>)")
@@ -187,14 +191,8 @@ def named_commands() -> set[tuple[str, str]]:
 @pytest.mark.parametrize(("where", "line"), sorted(named_commands()), ids=lambda value: str(value)[:60])
 def test_commands_named_in_texts_exist_with_their_options(where: str, line: str) -> None:
     words = [word for word in shlex.split(line.replace("…", "")) if word not in ("…", "...")]
-    command: click.Command = program
-    context = click.Context(command)
-    while isinstance(command, click.Group) and words:
-        found = command.get_command(context, words[0])
-        assert found is not None, f"{where}: no command {words[0]}"
-        command, words = found, words[1:]
-        context = click.Context(command, parent=context)
-    parser = command.make_parser(context)
+    context, words = named_command(words)
+    parser = context.command.make_parser(context)
     try:
         parser.parse_args([*words])
     except click.BadOptionUsage:  # an option is named without its value
@@ -433,14 +431,8 @@ def test_parts_of_a_papers_method_are_made_on_lines_after_the_limit(
 
 
 def check_words(words: list[str]) -> None:
-    command = cast(click.Command | None, program)
-    context = click.Context(program)
-    while isinstance(command, click.Group):
-        _, command, words = command.resolve_command(context, words)
-        assert command is not None
-        context = click.Context(command, parent=context)
-    assert command is not None
-    command.make_context(command.name, words)  # a usage error would be raised
+    context, words = named_command(words)
+    context.command.make_context(context.info_name, words, context.parent)  # a usage error would be raised
 
 
 def test_charts_of_readme_and_manual_match_the_result_files() -> None:
