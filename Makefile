@@ -35,7 +35,8 @@ lint: setup
 test: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist worksteal -m "not slow and not families"
 
-# The tests left out there: they compile, wait for servers, or take further variants, of families of models above all.
+# The tests left out there: they take several seconds each, as they compile, wait for servers, or run a browser or a real
+# model; or they take further variants, of families of models above all.
 slow families: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m $@
 

@@ -32,7 +32,10 @@ OF_PLANS = "/plans/task?model=m&task=code"  # what `fill` stores
 COMPARED = "/plans/compare?model=m&task=code&left=1&right=2"
 NASTY = ("<img src=x onerror=alert(1)>", "a'b\"c&amp;", "\u05e9\u05dc\u05d5\u05dd", "x" * 500)  # names of tasks
 
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="this machine has no Chromium: `make browser` installs it")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(CHROMIUM is None, reason="this machine has no Chromium: `make browser` installs it"),
+]
 
 
 @pytest.fixture(scope="module")

@@ -67,6 +67,7 @@ def schema(tmp_path_factory: pytest.TempPathFactory) -> Iterator[schemathesis.Ba
 OPERATIONS = [(method, path) for path, found in bare_app().openapi()["paths"].items() for method in found]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("method", "path"), OPERATIONS, ids=[" ".join(pair) for pair in OPERATIONS])
 def test_app_keeps_to_its_document(schema: schemathesis.BaseSchema, method: str, path: str) -> None:
     """Every check that schemathesis has, with valid and with invalid requests; endless events are read as a page."""

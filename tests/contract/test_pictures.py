@@ -99,6 +99,7 @@ def check(png: Path, svg: Path, words: list[str]) -> str:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RUNS)
 def test_command_draws_both_formats_of_what_it_found(
     name: str, tiny: Path, home: Path, capsys: pytest.CaptureFixture[str]

@@ -317,6 +317,7 @@ def test_log_has_one_line_per_request(served: Served) -> None:
     assert "swiftopt.access" in line and "/v1/layer-sets/a%0Aforged%20GET/b 404" in line and "hidden" not in text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("log", "polls", "requests"), [("warnings", 0, 0), ("requests", 0, 1), ("all", 5, 1)])
 def test_health_checks_and_metrics_are_logged_only_with_all(
     log: str, polls: int, requests: int, database: str, tmp_path: Path

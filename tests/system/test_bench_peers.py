@@ -197,6 +197,7 @@ def test_target_as_draft_is_fully_accepted_at_a_constant_length(folder: Path, tm
         assert first["drafted"] == first["accepted"] == again["drafted"] and 6 <= first["drafted"] <= 7
 
 
+@pytest.mark.slow
 def test_swiftopt_inside_transformers_gives_its_tokens_and_counts(
     folder: Path, tmp_path: Path, plain_child: Child
 ) -> None:

@@ -172,6 +172,7 @@ def test_ctrl_c_shows_finished_methods_and_makes_no_plan(
     assert {row["method"]: row["prompts"] for row in report["results"]}["plain"] >= 1
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("rough_costs")
 @pytest.mark.parametrize("name", list(ABLATIONS))
 def test_every_ablation_has_a_row_per_variant(
@@ -188,6 +189,7 @@ def test_every_ablation_has_a_row_per_variant(
         assert all(key in row for key in (*ABLATIONS[name].varied, *ABLATIONS[name].shown))
 
 
+@pytest.mark.slow
 def test_an_ablation_learns_on_prompts_that_it_does_not_decode(
     tiny: str, home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

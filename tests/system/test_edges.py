@@ -402,6 +402,7 @@ def test_search_scores_no_more_candidates_than_max_steps(max_steps: int) -> None
     assert len(result.trials) == max_steps
 
 
+@pytest.mark.slow
 def test_patience_counts_the_candidates_after_the_last_better_one() -> None:
     result, _ = tuned(stream(8), DEAR, patience=5, target_matchness=1.0, skip_ratio=0.5)
     last_gain = max((trial.step for trial in result.trials if trial.adopted), default=0)
@@ -409,6 +410,7 @@ def test_patience_counts_the_candidates_after_the_last_better_one() -> None:
     assert len(result.trials) - 1 - last_gain >= 5  # more, where a final was still to be held
 
 
+@pytest.mark.slow
 def test_each_lowering_of_the_skip_ratio_restores_a_sub_layer() -> None:
     """The default step of 0.05 is less than one of the four searchable sub-layers of this model."""
     settings: dict[str, Any] = dict(skip_ratio=1.0, early_stop=False, min_acceptance=1.0, min_acceptance_rounds=4)

@@ -342,6 +342,7 @@ def test_kept_prefixes_are_evicted_before_a_pass_fails_for_memory() -> None:
     assert n_passes == [2] * 7, "together again, once"
 
 
+@pytest.mark.slow
 def test_first_passes_of_cuda_graphs_do_not_count_as_round_time() -> None:
     runtime = tiny_runtime("llama", torch.float32)
     runtime.graphs = GraphPasses(runtime, lambda static: static.run)

@@ -298,6 +298,7 @@ _BY_HEAD = {f"blk.{layer}.attn_{part}_b.weight": "Q8_0" for layer in range(4) fo
 _MXFP4 = {f"blk.{layer}.ffn_{part}_exps.weight": "MXFP4" for layer in range(4) for part in ("gate", "up", "down")}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("what", "kind"), _rows(kinds=True))
 def test_native_kernels_compute_with_the_codes_of_a_file(what: str, kind: str, tmp_path: Path, new_cache: Path) -> None:
     """Logits are close to those of decoded weights, and each row has the same bits alone and beside others."""

@@ -229,6 +229,7 @@ def chat(served: Served, **way: Any) -> list[str]:
 OTHERS_OVER_HTTP = ("lfm2", "granitemoehybrid", "falcon_h1", "nemotron_h", "mamba2", "jamba")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "variant", ["qwen3_5_text", *(pytest.param(name, marks=pytest.mark.families) for name in OTHERS_OVER_HTTP)]
 )

@@ -15,7 +15,7 @@ from swiftopt.models.runtime import Runtime
 from swiftopt.papers.early_exit import Heads, Probe
 from swiftopt.papers.training.settings import default_exit
 
-pytestmark = pytest.mark.model
+pytestmark = [pytest.mark.model, pytest.mark.slow]
 TEXT = "def add(a, b):\n    return a + b\n\n\ndef subtract(a, b):\n"  # goes on with what it has said
 # SmolLM2 has no multi-token-prediction layer.
 LOSSLESS = [info.name for info in METHODS.values() if not info.lossy and info.name not in ("plain", "mtp")]

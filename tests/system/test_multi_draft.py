@@ -93,6 +93,7 @@ def after(runtime: Runtime, token_ids: list[int]) -> torch.Tensor:
     return torch.softmax(logits.double(), dim=-1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "kind"), [*((name, "skipped") for name in LOSSLESS), ("chain", "other"), ("spectr", "other")]
 )

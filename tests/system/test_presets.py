@@ -161,6 +161,7 @@ def test_swift_preset_uses_the_highest_score_so_far() -> None:
     assert all(trial.score == trial.matchness for trial in trials)
 
 
+@pytest.mark.slow
 def test_swift_preset_uses_the_process_at_every_interval() -> None:
     trials = searched(bayes_interval=6)
     # the first set is the uniform one, which the strategy did not propose
@@ -168,6 +169,7 @@ def test_swift_preset_uses_the_process_at_every_interval() -> None:
     assert [trial.origin for trial in trials] == expected
 
 
+@pytest.mark.slow
 def test_swift_preset_ends_by_patience_or_matchness() -> None:
     trials = searched(patience=7, max_steps=1000)
     highest = list(accumulate((trial.score for trial in trials), max))
@@ -175,6 +177,7 @@ def test_swift_preset_ends_by_patience_or_matchness() -> None:
     assert len(searched(target_matchness=0.01, max_steps=1000)) == 1
 
 
+@pytest.mark.slow
 def test_optimise_interval_skips_rounds() -> None:
     every, third = (len(searched(optimise_interval=n, max_steps=1000)) for n in (1, 3))
     assert every // 4 <= third <= every // 2

@@ -36,7 +36,7 @@ from swiftopt.models.runtime import Runtime
 from swiftopt.store import Store
 from swiftopt.tasks.recipes import TYPICAL_POSITIONS, stored_costs
 
-pytestmark = [pytest.mark.model, pytest.mark.usefixtures("rough_costs")]
+pytestmark = [pytest.mark.model, pytest.mark.slow, pytest.mark.usefixtures("rough_costs")]
 
 MODEL, DTYPE = "smollm2-135m", "float32"
 RUN = ("--model", MODEL, "--dtype", DTYPE)
@@ -88,7 +88,6 @@ def tuned(rough_costs: None, short_stream: Path, own_folders: Path) -> dict[str,
     return summary
 
 
-@pytest.mark.slow
 def test_tokens_equal_transformers_generate_in_float32(
     runtime32: Runtime, tuned: dict[str, Any], own_folders: Path
 ) -> None:
@@ -147,7 +146,6 @@ def test_tune_stores_a_set_that_best_prints(tuned: dict[str, Any]) -> None:
     assert tuned["schema"].startswith("swiftopt.tune/")
 
 
-@pytest.mark.slow
 def test_generate_reports_what_it_did(tuned: dict[str, Any]) -> None:
     common = ["generate", *RUN, "--task", "code", "--prompt", "def add(a, b):", "--max-new-tokens", "16"]
     adaptive = json.loads(swiftopt(*common, "--method", "adaptive", "--json").stdout)
@@ -161,7 +159,6 @@ def test_generate_reports_what_it_did(tuned: dict[str, Any]) -> None:
     assert obeyed["method"] == ("adaptive" if obeyed["verdict"] == "use" else "plain")
 
 
-@pytest.mark.slow
 def test_generate_takes_an_exported_set_and_a_stream(tuned: dict[str, Any], short_stream: Path, tmp_path: Path) -> None:
     file = tmp_path / "set.json"
     swiftopt("layers", "export", f"{MODEL}/code", "-o", str(file))
@@ -170,7 +167,6 @@ def test_generate_takes_an_exported_set_and_a_stream(tuned: dict[str, Any], shor
     assert [json.loads(line)["method"] for line in lines] == ["adaptive", "adaptive"]
 
 
-@pytest.mark.slow
 def test_bench_decode_ends_with_one_json_object(tuned: dict[str, Any]) -> None:
     args = ["bench", "decode", *RUN, "--stream", str(EXAMPLES), "--limit", "2", "--max-new-tokens", "12"]
     report = json.loads(swiftopt(*args, "--json").stdout)
@@ -180,7 +176,6 @@ def test_bench_decode_ends_with_one_json_object(tuned: dict[str, Any]) -> None:
     assert report["results"][0]["ratio"] == 1.0
 
 
-@pytest.mark.slow
 def test_interrupting_a_tune_keeps_what_was_finished(
     tuned: dict[str, Any], own_folders: Path, short_stream: Path, tmp_path: Path
 ) -> None:
@@ -223,7 +218,6 @@ def test_peak_rows_of_a_draft_cost_little_memory(runtime32: Runtime) -> None:
     assert isinstance(runtime32.device, torch.device) and extra < 0.05 * weights
 
 
-@pytest.mark.slow
 def test_served_model_keeps_to_schemas_and_calls_the_tool_it_must(
     tuned: dict[str, Any], own_folders: Path, tmp_path: Path
 ) -> None:

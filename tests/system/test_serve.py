@@ -450,6 +450,7 @@ def test_waiting_requests_are_limited_and_get_an_answer_when_the_server_ends() -
     asyncio.run(wait())
 
 
+@pytest.mark.slow
 def test_server_announces_a_model_once_it_answers(folder: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "swiftopt", "serve", "--port", "0", "--db", str(tmp_path / "a.db")]
     command += ["--model", f"mine={folder}", "--no-tune"]
@@ -844,6 +845,7 @@ def test_tuning_can_be_shown_paused_and_pinned(server: Served, client: openai.Op
             ours.steer_tuning("pause", "other")
 
 
+@pytest.mark.slow
 def test_server_without_tuning_refuses_to_steer_it(lettered: Served) -> None:
     answer = lettered.client.post("/v1/tuning:pin", json={"task": "default", "way": "plain"})
     assert answer.status_code == 409 and "--no-tune" in answer.json()["detail"]
@@ -1142,6 +1144,7 @@ def test_openai_routes_answer_errors_in_openais_form(client: openai.OpenAI, serv
         assert ours.models() is not None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", FUZZ_S)
 def test_engine_survives_generated_requests(server: Served, path: str) -> None:
     """An engine gets valid and invalid requests of the OpenAPI document, and all answers conform to it."""

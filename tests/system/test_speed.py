@@ -173,6 +173,7 @@ def test_row_that_sees_more_slots_than_a_table_runs_without_it() -> None:
     assert runtime.graphs.forward([Pass(runtime, Rows([4], 99, [98], seen), runtime.new_buffer(120))]) is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["gemma3", pytest.param("gpt2", marks=pytest.mark.families)])
 def test_decoding_by_static_passes_gives_the_same_tokens(family: str) -> None:
     recorded: list[StaticPass] = []

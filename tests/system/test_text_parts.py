@@ -62,6 +62,7 @@ def _decoded(runtime: Runtime, method: Any = PLAIN) -> list[int]:
     return list(decode(runtime, IDS, method, rule, Ending(N_NEW)).token_ids)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("model_type", "spelling"), CASES)
 def test_text_part_gives_the_logits_of_the_whole_model(model_type: str, spelling: str, tmp_path: Path) -> None:
     library()

@@ -154,6 +154,7 @@ def test_concurrent_prompts_wait_for_memory(monkeypatch: pytest.MonkeyPatch) -> 
     assert any(isinstance(event, TrialsDone) for event in events)
 
 
+@pytest.mark.slow
 def test_phase_of_concurrent_prompts_changes_as_rarely_as_that_of_one() -> None:
     """A window that fills up beside full ones causes no event, because each event is written to the database."""
     settings = SwiftSettings(**{**SMALL, "strategy": "random", "max_steps": 200, "target_matchness": 1.0})
@@ -240,6 +241,7 @@ TOO_SMALL = "a scoring pass with one candidate does not fit in memory"
 GUIDED: dict[str, Any] = dict(context_window=8, stop_threshold=0.05, max_draft_length=4, strategy="knapsack")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["local", "knapsack", "clasp"])
 def test_guided_tuning_chooses_the_size_and_keeps_plain_output(strategy: str) -> None:
     (result,), events = tune(stream(8), strategy=strategy, target_matchness=0.0, patience=20)

@@ -105,6 +105,7 @@ def test_states_and_rows_are_torchs(
         close(by_kernels, by_torch, dtype)
 
 
+@pytest.mark.slow
 @each_variant
 def test_bits_do_not_depend_on_how_a_text_is_cut_nor_on_other_rows(variant: str, by_kernels: None) -> None:
     """The text is read at once, in pieces, by token, and as a path of a tree whose other branches are rejected."""

@@ -190,6 +190,7 @@ def test_every_program_file_exists() -> None:
     assert all(rival.file.is_file() if rival.file else rival.name in PROGRAMS for rival in (*PACKAGES.values(), SERVER))
 
 
+@pytest.mark.slow
 def test_failed_installation_is_reported_and_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(package: EnginePackage, folder: Path) -> None:
         raise EngineFailed("made anew")

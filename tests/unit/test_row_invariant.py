@@ -143,6 +143,7 @@ def filled(shape: Any, capacity: int, seed: int, dtype: torch.dtype) -> KVBuffer
 TREE = torch.tensor([[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 0, 1, 1]], dtype=torch.bool)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "width", "dtype", "softcap", "with_sinks"),
     [
@@ -252,6 +253,7 @@ def test_tiles_group_rows_of_one_sequence_with_a_common_first_slot() -> None:
 DENSE = ("ministral3", *(pytest.param(name, marks=pytest.mark.families) for name in OTHERS))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("few_steps")  # the text fits the first
 @pytest.mark.parametrize("family", [*FAMILIES, *DENSE])
 def test_rows_of_a_tree_have_the_bits_of_a_chain(family: str) -> None:
