@@ -18,7 +18,8 @@ from ..core.processes import die_with
 from ..core.settings import OMP_THREADS, THREADS, n_threads, usable_cores
 from ..models.measuring import held_by_children, measuring_turn
 from ..terminal.commands import ConfiguredGroup
-from ..terminal.output import note
+from ..terminal.output import INTERRUPTED, note
+from ..terminal.program import interrupt_by_signals
 
 WAIT_S = 900.0  # Longest wait for another measurement.
 HELP = ("--help", "-h")
@@ -71,11 +72,15 @@ def measured(main: Callable[[], Any]) -> None:
     if any(word in HELP for word in sys.argv[1:]):
         sys.exit(main())
     try:
+        interrupt_by_signals()
         with turn():
             sys.exit(main())
     except Busy as error:
-        click.echo(f"error: {error}", err=True)
+        note(f"error: {error}")
         sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        note("interrupted")
+        sys.exit(INTERRUPTED)
 
 
 def started(command: list[str], **options: Any) -> subprocess.Popen[Any]:

@@ -22,6 +22,7 @@ from ..terminal import commands, inputs, options
 from ..terminal.commands import OTHER, PROMPTS, from_field, option
 from ..terminal.inputs import decoding_request, on_command_line, pick
 from ..terminal.output import StepNotes, TextPrinter, emit_json, note
+from ..terminal.program import end_by_signals
 from ..terminal.render import number
 from ..terminal.value_types import FILE, MODEL, positive
 from .backend import Backend
@@ -450,6 +451,7 @@ def _at_terminal(conversation: Conversation) -> None:
     with suppress(ImportError):
         import readline  # noqa: F401  The import gives input() line editing and a history.
 
+    end_by_signals()  # Ctrl-C does not end a chat, which has nothing to keep.
     note(f"{conversation.model.name}: /help lists the commands, Ctrl-C stops an answer, Ctrl-D ends the chat")
     while True:
         try:

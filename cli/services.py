@@ -25,6 +25,7 @@ from ..terminal import commands, inputs, options, value_types
 from ..terminal.commands import ConfiguredGroup, option
 from ..terminal.inputs import database_url, open_store, pick
 from ..terminal.output import Result, check_folder, emit_json, note
+from ..terminal.program import end_by_signals
 from ..terminal.start_report import StartReport
 from ..terminal.value_types import FloatRange, IntRange, natural, positive
 
@@ -199,6 +200,7 @@ def serve(new_key: str | None, as_json: bool, models: tuple[str, ...], **values:
                 logger.info("serving url=%s models=%s", url, ",".join(names))
             if as_json:
                 emit_json({"schema": "swiftopt.serve/1", "url": url})
+            end_by_signals()  # The server has its own handlers.
             run(listener, store, values["redis"], settings, report, served_models)
     return 0
 
@@ -293,6 +295,7 @@ def worker(
         start_log(handler, log_format)
         check_start(worker_context)
         _remark(f"worker {worker_context.name} listens on queue {queue!r}")
+        end_by_signals()  # The worker has its own handlers.
         run_worker(worker_context, burst)
     report = {"name": worker_context.name, "queue": queue, "ok": not problems, "problems": problems}
     problems_now = [f"a worker of this machine listens on queue {queue!r}"] if check and not problems else []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import codecs
 import errno
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
@@ -16,6 +17,8 @@ from ..core.errors import SwiftoptError
 from .inputs import lacks
 from .output import INTERRUPTED, note, silence
 
+# Signals that interrupt a command as Ctrl-C does, so that finished work is printed: `kill`, a lost terminal.
+INTERRUPTS = (signal.SIGTERM, signal.SIGHUP)
 # Error codes when stdout cannot be written.
 UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
 IN_ASCII = dict(zip("■█▁▂▃▄▅▆▇·━–…αγε", "##1234567.--.age", strict=True))  # Replacements on ASCII-only terminals.
@@ -55,6 +58,25 @@ def run(program: click.Command, args: Sequence[str], name: str | None = None) ->
         return 1
 
 
+def interrupt_by_signals() -> None:
+    """Let `INTERRUPTS` raise KeyboardInterrupt once, unless they are ignored; a second signal ends the process."""
+    for number in INTERRUPTS:
+        if signal.getsignal(number) is signal.SIG_DFL:
+            signal.signal(number, _interrupt)
+
+
+def end_by_signals() -> None:
+    """Let `INTERRUPTS` end the process again."""
+    for number in INTERRUPTS:
+        if signal.getsignal(number) is _interrupt:
+            signal.signal(number, signal.SIG_DFL)
+
+
+def _interrupt(number: int, frame: object) -> NoReturn:
+    end_by_signals()
+    raise KeyboardInterrupt
+
+
 def _usage(error: click.ClickException) -> str:
     """Return a usage error as one line; for a group called without arguments, return its whole help."""
     if isinstance(error, click.exceptions.NoArgsIsHelpError):
@@ -70,6 +92,7 @@ def _usage(error: click.ClickException) -> str:
 def main(program: click.Command, name: str | None = None) -> NoReturn:
     """Run a program with the arguments of this process, and end it."""
     collector.start()
+    interrupt_by_signals()
     _replace_closed_streams()
     codecs.register_error("swiftopt", _in_ascii)
     for stream in (sys.stdout, sys.stderr):

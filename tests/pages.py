@@ -44,7 +44,7 @@ EXIT_CODES = {
     5: "a followed job was cancelled",
     6: "Redis or the server does not answer, or the server refuses the key",
     7: "the job's state does not allow the action, or an idempotency key was used for another request",
-    INTERRUPTED: "Ctrl-C; finished work is kept, and a job in a queue continues",
+    INTERRUPTED: "Ctrl-C, SIGTERM or SIGHUP; finished work is kept, and a job in a queue continues",
 }
 
 INTRODUCTION = """\

@@ -506,7 +506,8 @@ def test_old_output_is_spared_by_a_run_that_fails_before_its_first_completion(
 
 
 @pytest.mark.slow
-def test_interrupted_tuning_tells_where_its_completions_are(tiny: str, home: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_interrupted_tuning_tells_where_its_completions_are(tiny: str, home: Path, number: signal.Signals) -> None:
     args = ["tune", "--model", tiny, "--stream", "good.jsonl", "--max-new-tokens", "8", "--no-optimise"]
     process = subprocess.Popen([SCRIPT, *args], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None
@@ -515,7 +516,7 @@ def test_interrupted_tuning_tells_where_its_completions_are(tiny: str, home: Pat
         line = process.stderr.readline()
         assert line, told
         told += line
-    process.send_signal(signal.SIGINT)
+    process.send_signal(number)
     out, err = process.communicate(timeout=60)
     assert (process.returncode, out) == (130, "")
     assert "Traceback" not in told + err and "interrupted" in err

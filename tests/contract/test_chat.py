@@ -9,6 +9,7 @@ import os
 import select
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -333,6 +334,14 @@ def terminal_of(home: Path) -> Iterator[Any]:
         process.wait()
     for descriptor in descriptors:
         os.close(descriptor)
+
+
+def test_sigterm_ends_a_chat_at_its_prompt(terminal_of: Any) -> None:
+    with serving(Answering().app) as url:
+        terminal, process = terminal_of("chat", "--server", url)
+        terminal.expect("> ")
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == -signal.SIGTERM
 
 
 def test_ctrl_c_stops_an_answer_and_ctrl_d_ends_the_chat(terminal_of: Any) -> None:

@@ -284,12 +284,13 @@ def test_error_leaves_stdout_empty_through_the_installed_script() -> None:
     assert "Traceback" not in done.stderr
 
 
-def test_interrupt_ends_with_130_and_one_sentence(home: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_interrupt_ends_with_130_and_one_sentence(home: Path, number: signal.Signals) -> None:
     os.mkfifo(home / "prompts")
     args = [SCRIPT, "generate", "--model", "m", "--stream", "prompts"]
     process = subprocess.Popen(args, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     with (home / "prompts").open("wb"):  # opens when the program does, which then waits for a line
-        process.send_signal(signal.SIGINT)
+        process.send_signal(number)
         out, err = process.communicate(timeout=60)
     assert process.returncode == 130
     assert (out, err.strip()) == ("", "interrupted: finished work is kept")
