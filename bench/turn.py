@@ -29,16 +29,16 @@ HELP = ("--help", "-h")
 def turn() -> Iterator[None]:
     """Wait until no other process measures on the processors, and make others wait in turn.
 
-    A remark says if a variable leaves cores idle, which the results alone would not tell from a slow machine.
+    At the end a remark says if a variable left cores idle, which the results alone would not tell from a slow machine.
 
 
     Raises: Busy: another process still measures after `WAIT_S`.
     """
     with measuring_turn("cpu", note, WAIT_S, alone=True), held_by_children("cpu"):
+        yield
         if n_threads() < usable_cores():
             name = THREADS if THREADS in os.environ else OMP_THREADS
-            note(f"measures on {n_threads()} of {usable_cores()} cores, because {name} is {os.environ[name]}")
-        yield
+            note(f"measured on {n_threads()} of {usable_cores()} cores, because {name} is {os.environ[name]}")
 
 
 class MeasuringGroup(ConfiguredGroup):
@@ -74,7 +74,8 @@ def measured(main: Callable[[], Any]) -> None:
     try:
         interrupt_by_signals()
         with turn():
-            sys.exit(main())
+            exit_code = main()
+        sys.exit(exit_code)
     except Busy as error:
         note(f"error: {error}")
         sys.exit(error.exit_code)

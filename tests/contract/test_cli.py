@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -288,7 +289,8 @@ def test_error_leaves_stdout_empty_through_the_installed_script() -> None:
 def test_interrupt_ends_with_130_and_one_sentence(home: Path, number: signal.Signals) -> None:
     os.mkfifo(home / "prompts")
     args = [SCRIPT, "generate", "--model", "m", "--stream", "prompts"]
-    process = subprocess.Popen(args, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    heeds = partial(signal.signal, number, signal.SIG_DFL)  # Under nohup the tests' programs would ignore SIGHUP.
+    process = subprocess.Popen(args, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=heeds)
     with (home / "prompts").open("wb"):  # opens when the program does, which then waits for a line
         process.send_signal(number)
         out, err = process.communicate(timeout=60)

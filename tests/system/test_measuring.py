@@ -144,9 +144,9 @@ def test_every_command_of_bench_but_not_its_help_waits_for_its_turn(
     [
         ({}, ""),
         ({OMP_THREADS: "4"}, ""),
-        ({OMP_THREADS: "1"}, "measures on 1 of 4 cores, because OMP_NUM_THREADS is 1"),
+        ({OMP_THREADS: "1"}, "measured on 1 of 4 cores, because OMP_NUM_THREADS is 1"),
         ({OMP_THREADS: "1", THREADS: "4"}, ""),
-        ({OMP_THREADS: "4", THREADS: "2"}, "measures on 2 of 4 cores, because SWIFTOPT_THREADS is 2"),
+        ({OMP_THREADS: "4", THREADS: "2"}, "measured on 2 of 4 cores, because SWIFTOPT_THREADS is 2"),
     ],
 )
 def test_benchmark_says_which_variable_leaves_cores_idle(
