@@ -36,8 +36,8 @@ def turn() -> Iterator[None]:
     """
     with measuring_turn("cpu", note, WAIT_S, alone=True), held_by_children("cpu"):
         yield
-        if n_threads() < usable_cores():
-            name = THREADS if THREADS in os.environ else OMP_THREADS
+        name = THREADS if THREADS in os.environ else OMP_THREADS
+        if name in os.environ and n_threads() < usable_cores():
             note(f"measured on {n_threads()} of {usable_cores()} cores, because {name} is {os.environ[name]}")
 
 

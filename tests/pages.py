@@ -65,10 +65,7 @@ folder, which overrides the default. An unknown key in the file is an error. The
 
 
 def named_command(words: list[str]) -> tuple[click.Context, list[str]]:
-    """Return the context of the command that a line's words name, and its further words.
-
-    The root's settings are given: click keeps the help option that a command got with the first of all contexts.
-    """
+    """Return the context of the command that a line's words name, and its further words."""
     context = click.Context(swiftopt, **swiftopt.context_settings)
     while isinstance(context.command, click.Group) and words:
         name, command, words = context.command.resolve_command(context, words)
@@ -82,6 +79,8 @@ def commands(command: click.Command, name: str, parent: click.Context | None = N
     settings = {**command.context_settings, "terminal_width": WIDTH}
     context = click.Context(command, info_name=name, parent=parent, **settings)
     context.meta[ALL_OPTIONS] = True
+    # click keeps the help option of a command's first context, which a test may have made without the root's settings.
+    command._help_option = None
     yield context.command_path, command.get_help(context)
     if isinstance(command, click.Group):
         for below in command.list_commands(context):

@@ -140,24 +140,29 @@ def test_every_command_of_bench_but_not_its_help_waits_for_its_turn(
 
 
 @pytest.mark.parametrize(
-    ("variables", "remark"),
+    ("variables", "n_cores", "remark"),
     [
-        ({}, ""),
-        ({OMP_THREADS: "4"}, ""),
-        ({OMP_THREADS: "1"}, "measured on 1 of 4 cores, because OMP_NUM_THREADS is 1"),
-        ({OMP_THREADS: "1", THREADS: "4"}, ""),
-        ({OMP_THREADS: "4", THREADS: "2"}, "measured on 2 of 4 cores, because SWIFTOPT_THREADS is 2"),
+        ({}, 4, ""),
+        ({}, 300, ""),  # of which 255 are used, by no variable
+        ({OMP_THREADS: "4"}, 4, ""),
+        ({OMP_THREADS: "1"}, 4, "measured on 1 of 4 cores, because OMP_NUM_THREADS is 1"),
+        ({OMP_THREADS: "1", THREADS: "4"}, 4, ""),
+        ({OMP_THREADS: "4", THREADS: "2"}, 4, "measured on 2 of 4 cores, because SWIFTOPT_THREADS is 2"),
     ],
 )
 def test_benchmark_says_which_variable_leaves_cores_idle(
-    variables: dict[str, str], remark: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    variables: dict[str, str],
+    n_cores: int,
+    remark: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     for name in (OMP_THREADS, THREADS):
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(turn, "usable_cores", lambda: 4)
-    monkeypatch.setattr(settings, "usable_cores", lambda: 4)
+    for module in (turn, settings):
+        monkeypatch.setattr(module, "usable_cores", lambda: n_cores)
     with turn.turn():
         pass
     assert capsys.readouterr().err.strip() == remark
