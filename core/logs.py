@@ -12,6 +12,7 @@ import re
 import secrets
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -22,6 +23,7 @@ from typing import Any, Literal, get_args
 LogFormat = Literal["text", "json"]
 FORMATS: tuple[LogFormat, ...] = get_args(LogFormat)
 MOST_ID_CHARACTERS = 128
+REMIND_S = 600.0  # Seconds after which an outage that lasts is logged again.
 _REQUEST_ID = re.compile(rf"[A-Za-z0-9._:/+=@-]{{1,{MOST_ID_CHARACTERS}}}")
 
 # Id of the request that this thread or coroutine works for; empty: none.
@@ -63,9 +65,9 @@ class JsonFormatter(logging.Formatter):
     """
 
     def format(self, record: logging.LogRecord) -> str:
-        time = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
+        created = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
         values: dict[str, Any] = {
-            "time": time.replace("+00:00", "Z"),
+            "time": created.replace("+00:00", "Z"),
             "level": record.levelname,
             "logger": record.name,
             "message": record.getMessage(),
@@ -95,6 +97,35 @@ def current_format() -> LogFormat:
     """Return the format of this process's log, for processes that it starts."""
     formatters = [handler.formatter for handler in logging.getLogger().handlers]
     return "json" if any(isinstance(formatter, JsonFormatter) for formatter in formatters) else "text"
+
+
+class Outage:
+    """Logs the failures of a step that is repeated every few seconds: the first one, each new reason, and the end.
+
+    A reason that lasts is logged again every REMIND_S.
+
+    Args: failing, working: beginnings of the lines, such as `usage=waiting` and `usage=stored`.
+    """
+
+    def __init__(self, logger: logging.Logger, failing: str, working: str) -> None:
+        self._logger, self._failing, self._working = logger, failing, working
+        self._reason = ""
+        self._began_s = self._logged_s = 0.0  # On the monotonic clock.
+
+    def failed(self, error: Exception) -> None:
+        """Log that the step failed."""
+        reason, now_s = str(error) or type(error).__name__, time.monotonic()
+        if not self._reason:
+            self._began_s = now_s
+        if reason != self._reason or now_s - self._logged_s >= REMIND_S:
+            self._reason, self._logged_s = reason, now_s
+            self._logger.warning("%s reason=%r", self._failing, reason)
+
+    def over(self) -> None:
+        """Log that the step succeeded, if it had failed before."""
+        if self._reason:
+            self._reason = ""
+            self._logger.info("%s after=%.0f s", self._working, time.monotonic() - self._began_s)
 
 
 def _log_uncaught(kind: type[BaseException], error: BaseException | None, traceback: TracebackType | None) -> None:

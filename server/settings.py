@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ..core.errors import SettingsError
+from ..core.logs import Outage
 
 VARIABLE = "SWIFTOPT_API_KEYS"
 FILE_VARIABLE = "SWIFTOPT_API_KEYS_FILE"
@@ -61,6 +62,7 @@ class KeyRing:
     def __init__(self, entries: str = "", file: Path | None = None) -> None:
         self._variable_keys, self._file = _parse(entries.split(","), VARIABLE), file
         self._stamp, self._file_keys = ((0, 0, 0), []) if file is None else _read(file)
+        self._outage = Outage(logger, "keys=kept", "keys=current")
 
     @classmethod
     def from_environment(cls) -> KeyRing:
@@ -100,8 +102,9 @@ class KeyRing:
             if self._file is not None and _stamp(self._file) != self._stamp:
                 self._stamp, self._file_keys = _read(self._file)
                 logger.info("keys=read file=%s n=%d", self._file, len(self._file_keys))
+            self._outage.over()
         except (OSError, SettingsError) as error:
-            logger.warning("keys=kept reason=%r", str(error))
+            self._outage.failed(error)
         return self._variable_keys + self._file_keys
 
 

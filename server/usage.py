@@ -18,6 +18,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from ..core.errors import StoreError
+from ..core.logs import Outage
 from ..core.threads import repeating
 from ..core.types import now
 from ..core.usage import SUMS, KeyUsage, Usage
@@ -105,7 +106,7 @@ def of_all_servers(store: Store, table: UsageTable, day: str, key: str | None, e
 @contextmanager
 def stored_usage(store: Store, table: UsageTable) -> Iterator[None]:
     """Add a table's counts to the database every STORE_S, and at the end."""
-    store_now = partial(_try_to_store, store, table)
+    store_now = partial(_try_to_store, store, table, Outage(logger, "usage=waiting", "usage=stored"))
     try:
         with repeating(store_now, STORE_S, "usage"):
             yield
@@ -113,8 +114,9 @@ def stored_usage(store: Store, table: UsageTable) -> Iterator[None]:
         store_now()
 
 
-def _try_to_store(store: Store, table: UsageTable) -> None:
+def _try_to_store(store: Store, table: UsageTable, outage: Outage) -> None:
     try:
         table.store_in(store)
+        outage.over()
     except StoreError as error:
-        logger.warning("usage=waiting reason=%r", str(error))
+        outage.failed(error)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, TypeVar
 from tenacity import RetryCallState, Retrying, retry_if_exception_type, stop_after_delay, wait_random_exponential
 
 from ..core.errors import LeaseLost, StoreError, StoreUnavailable, SwiftoptError
+from ..core.logs import Outage
 from ..core.requests import JobSpec, Lease, TuneRequest, Wanted
 from ..core.streams import stream_lines, stream_sha256
 from ..core.types import Prompt
@@ -59,6 +60,7 @@ class LeaseKeeper:
         self.wanted: Wanted | None = None
         self.lost = False
         self._jobs, self._lease, self._fatal = jobs, lease, fatal
+        self._outage = Outage(logger, f"lease=not renewed job={lease.job}", f"lease=renewed job={lease.job}")
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._keep, name="lease", daemon=True)
 
@@ -80,12 +82,13 @@ class LeaseKeeper:
                     renewed_s = time.monotonic()
                 else:
                     self.wanted = self._jobs.peek(self._lease)
+                self._outage.over()
             except LeaseLost:
                 self.lost = True
                 break
             except StoreError as error:
                 # The work goes on: without the database, no other worker can take the job either.
-                logger.warning("lease=not renewed job=%s reason=%r", self._lease.job, str(error))
+                self._outage.failed(error)
         if self.lost and self._fatal and not self._done.wait(GRACE_S):
             log_state(self._lease, state_without_lease(self._jobs, self._lease))
             os._exit(0)

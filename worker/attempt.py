@@ -24,6 +24,7 @@ from ..core.errors import (
     SwiftoptError,
 )
 from ..core.events import JobState
+from ..core.logs import Outage
 from ..core.requests import DEFAULT_QUEUE, Delivery, Lease, ServedModel, TuneRequest
 from ..core.streams import parse_stream
 from ..core.types import DEFAULT_TASK
@@ -251,6 +252,7 @@ class EngineJobs(Attempts):
         self._other_jobs: set[str] = set()  # Ids of waiting jobs for other models, skipped at the next poll.
         self._due_since = 0.0  # Start of the next poll (database clock), because thousands of jobs may wait for days.
         self._lock_renewed_s, self._spare_until = -HOLD_S, 0.0
+        self._outage = Outage(logger, "engine=takes no jobs", "engine=takes jobs")
         self._thread = threading.Thread(target=self._run, name="jobs", daemon=True)
         self._thread.start()
 
@@ -266,11 +268,12 @@ class EngineJobs(Attempts):
                 self._hold()
                 for delivery in self._due():
                     self.run(delivery)
+                self._outage.over()
             except SwiftoptError as error:
                 # The database cannot be reached, or the job no longer exists.
                 # Like the reconciler, expire no leases right after an outage.
                 self._spare_until, self._due_since = time.monotonic() + EXPIRY_PAUSE_S, 0.0
-                logger.warning("engine=no look for jobs reason=%r", str(error))
+                self._outage.failed(error)
             self.ending.wait(LOOK_S)
 
     def _due(self) -> Iterator[Delivery]:

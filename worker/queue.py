@@ -32,6 +32,7 @@ from ..core.errors import (
     connection_problem,
     safe_url,
 )
+from ..core.logs import Outage
 from ..core.requests import (
     DEFAULT_QUEUE,
     Delivery,
@@ -276,6 +277,7 @@ class Reconciler:
         self._missing_since: dict[str, float] = {}
         self._delivered: set[str] = set()  # Ids of deliveries that are due and in the log.
         self._spare_until = 0.0  # Monotonic time before which no lease is expired.
+        self._outage = Outage(logger, "reconciler=waiting", "reconciler=working")
 
     def step(self) -> None:
         """Run one pass: end attempts whose lease expired, and deliver due attempts missing from their queue."""
@@ -303,15 +305,16 @@ class Reconciler:
                 # Skip a row whose id or queue is invalid (edited by hand), so that the others are delivered.
                 message = "delivery=impossible job=%r queue=%r reason=%r"
                 logger.warning(message, delivery.job, delivery.queue, str(error))
+        self._outage.over()
 
     def try_step(self) -> None:
-        """Run a pass; an outage of Redis or the database is logged."""
+        """Run a pass; the begin and the end of an outage of Redis or the database are logged."""
         try:
             self.step()
         except (StoreError, ServiceUnreachable) as error:
             if isinstance(error, StoreError):
                 self._spare_until = time.monotonic() + EXPIRY_PAUSE_S
-            logger.warning("reconciler=waiting reason=%r", str(error))
+            self._outage.failed(error)
 
     def _deliver(self, delivery: Delivery) -> None:
         """Deliver an attempt. If rq still has it after CLAIM_S, a worker died before the claim: deliver a new one."""

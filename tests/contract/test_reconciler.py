@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -59,6 +60,22 @@ def test_redis_that_does_not_answer_is_logged_before_a_job_is_due(
     queue = RedisQueue("redis://127.0.0.1:1/0")
     Reconciler(store.jobs, queue, "r").try_step()
     assert "reconciler=waiting reason='Redis at redis://127.0.0.1:1/0" in caplog.text
+
+
+def test_an_outage_is_logged_at_its_beginning_and_its_end(
+    store: Store, queue: RedisQueue, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caplog.set_level(logging.INFO)
+    reconciler = Reconciler(store.jobs, queue, "r")
+    reconciler.try_step()
+    with monkeypatch.context() as outage:
+        outage.setattr(reconciler, "_queue", RedisQueue("redis://127.0.0.1:1/0"))
+        for _ in range(3):
+            reconciler.try_step()
+    reconciler.try_step()
+    lines = [record.getMessage() for record in caplog.records if record.getMessage().startswith("reconciler=")]
+    assert [line.split()[0] for line in lines] == ["reconciler=waiting", "reconciler=working"]
+    assert lines[1].endswith(" s")
 
 
 def test_engine_ends_lost_attempts_and_keeps_nobody_from_delivering(

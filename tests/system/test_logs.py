@@ -23,9 +23,18 @@ from tiny_files import save
 from swiftopt.cli.main import run
 from swiftopt.core import logs
 from swiftopt.core.errors import SettingsError
-from swiftopt.core.logs import MOST_ID_CHARACTERS, JsonFormatter, TextFormatter, about_request, valid_request_id
+from swiftopt.core.logs import (
+    MOST_ID_CHARACTERS,
+    REMIND_S,
+    JsonFormatter,
+    Outage,
+    TextFormatter,
+    about_request,
+    valid_request_id,
+)
 from swiftopt.core.messages import Decode, Detokenize, encode
 from swiftopt.core.requests import CompletionRequest, JobSpec, ServedModel
+from swiftopt.server.settings import KeyRing, new_key
 from swiftopt.worker.queue import JobService, RedisQueue
 from swiftopt.worker.serving import EngineHost, MessageWriter
 
@@ -62,6 +71,41 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def options(folder: Path) -> list[str]:
     return ["--model", f"tiny={folder}", "--dtype", "float32", "--rate", "0", "--threads", "1"]
+
+
+def test_an_outage_is_logged_again_only_for_another_reason_or_after_a_while(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caplog.set_level(logging.INFO)
+    now_s = 1000.0
+    monkeypatch.setattr(logs.time, "monotonic", lambda: now_s)
+    outage = Outage(logging.getLogger("part"), "part=waiting", "part=working")
+    outage.over()
+    for reason, later_s in (("refused", 5.0), ("refused", REMIND_S), ("refused", 5.0), ("timeout", 5.0), ("", 5.0)):
+        outage.failed(OSError(reason))
+        now_s += later_s
+    outage.failed(OSError("refused"))
+    outage.over()
+    outage.over()
+    assert caplog.messages == [
+        *["part=waiting reason='refused'"] * 2,
+        *("part=waiting reason='timeout'", "part=waiting reason='OSError'", "part=waiting reason='refused'"),
+        f"part=working after={REMIND_S + 20:.0f} s",
+    ]
+
+
+def test_a_key_file_that_is_lost_is_logged_once_not_at_every_request(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    file, (key, entry) = tmp_path / "keys", new_key("laptop")
+    file.write_text(entry)
+    keys = KeyRing(file=file)
+    file.rename(tmp_path / "elsewhere")
+    assert [keys.owner(key) for _ in range(3)] == ["laptop"] * 3
+    (tmp_path / "elsewhere").rename(file)
+    assert keys.owner(key) == "laptop"
+    assert [message.split()[0] for message in caplog.messages] == ["keys=kept", "keys=current"]
 
 
 def test_record_is_one_object_with_everything_of_it(started: StringIO) -> None:
