@@ -1,6 +1,6 @@
 """Real servers for the tests, from wheels: Valkey and PostgreSQL as children that the kernel ends when we die.
 
-Run as a program it is the launcher: it lays down root's rights, asks to be ended with its parent, and becomes the
+Run as a program it is the launcher: it drops root's privileges, asks to be ended with its parent, and becomes the
 server. (`preexec_fn` would do that in a fork of a process with threads.)
 """
 
