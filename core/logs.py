@@ -124,8 +124,12 @@ class Outage:
     def over(self) -> None:
         """Log that the step succeeded, if it had failed before."""
         if self._reason:
-            self._reason = ""
             self._logger.info("%s after=%.0f s", self._working, time.monotonic() - self._began_s)
+        self.forget()
+
+    def forget(self) -> None:
+        """Log no end of this outage: another process has taken over the step."""
+        self._reason = ""
 
 
 def _log_uncaught(kind: type[BaseException], error: BaseException | None, traceback: TracebackType | None) -> None:

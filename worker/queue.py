@@ -282,6 +282,7 @@ class Reconciler:
     def step(self) -> None:
         """Run one pass: end attempts whose lease expired, and deliver due attempts missing from their queue."""
         if not self._jobs.lock("reconciler", self._owner, LOCK_S):
+            self._outage.forget()
             return
         if time.monotonic() >= self._spare_until:
             for lost_attempt in self._jobs.expire():

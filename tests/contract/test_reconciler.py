@@ -78,6 +78,22 @@ def test_an_outage_is_logged_at_its_beginning_and_its_end(
     assert lines[1].endswith(" s")
 
 
+def test_the_end_of_an_outage_is_not_logged_by_a_process_that_lost_the_lock(
+    store: Store, queue: RedisQueue, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caplog.set_level(logging.INFO)
+    reconciler = Reconciler(store.jobs, queue, "r")
+    with monkeypatch.context() as outage:
+        outage.setattr(reconciler, "_queue", RedisQueue("redis://127.0.0.1:1/0"))
+        reconciler.try_step()
+    store.jobs.lock("reconciler", "r", 0.0)
+    assert store.jobs.lock("reconciler", "another", 60)
+    reconciler.try_step()
+    store.jobs.lock("reconciler", "another", 0.0)
+    reconciler.try_step()
+    assert [message.split()[0] for message in caplog.messages] == ["reconciler=waiting"]
+
+
 def test_engine_ends_lost_attempts_and_keeps_nobody_from_delivering(
     store: Store, queue: RedisQueue, tmp_path: Path
 ) -> None:
