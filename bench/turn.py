@@ -31,7 +31,6 @@ def turn() -> Iterator[None]:
 
     At the end a remark says if a variable left cores idle, which the results alone would not tell from a slow machine.
 
-
     Raises: Busy: another process still measures after `WAIT_S`.
     """
     with measuring_turn("cpu", note, WAIT_S, alone=True), held_by_children("cpu"):

@@ -309,7 +309,7 @@ class Reconciler:
         self._outage.over()
 
     def try_step(self) -> None:
-        """Run a pass; the begin and the end of an outage of Redis or the database are logged."""
+        """Run a pass; log when an outage of Redis or the database begins and ends."""
         try:
             self.step()
         except (StoreError, ServiceUnreachable) as error:
